@@ -24,7 +24,10 @@ TOPICS = {
         ("commands/ended.py", "commands/alive.py", "commands/slurm.py"),
     ),
     "replay": ("The command replay", ("commands/replay.py", "replay")),
-    "export": ("The command export", ("commands/export.py", "commands/export_dcp.py", "commands/export_formats.py")),
+    "export": (
+        "The command export",
+        ("commands/export.py", "commands/export_folder.py", "commands/export_dcp.py", "commands/export_formats.py"),
+    ),
     "config": ("Settings and yamls", ("config", "settings.py")),
     "launching": ("Start, restart and end of a run", ("launching",)),
     "run": (

@@ -139,7 +139,7 @@ LIMITS = {
     "code lines": 32_075,  # aim: 28,000
     "code lines of the engine wing": 13_313,  # aim: 11,500
     "code lines of the run wing": 12_440,  # aim: 11,500
-    "code lines of the desk wing": 6_323,  # aim: 5,000
+    "code lines of the desk wing": 6_234,  # aim: 5,000
     "files": 220,
     f"files under {SHORT_FILE} code lines": 25,
     "largest file": 700,

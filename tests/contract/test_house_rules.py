@@ -22,7 +22,7 @@ IN_ONE_PLACE = {
     ".rename": [  # whole folders, each after what its own promise asks for
         # A save appears once its names are on the disk; one to remove or to set aside loses its name first.
         "checkpoint/folder.py",
-        "commands/export.py",  # an export that is replaced, which comes back after an error
+        "commands/export_folder.py",  # an export that is replaced, which comes back after an error
         "training/callbacks/loggers.py",  # an earlier sitting's curves, all of which the next one writes again
     ],
 }

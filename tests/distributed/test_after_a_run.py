@@ -16,7 +16,7 @@ from tests.zygote.client import Zygote
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export import main as export
-from zerotrain.commands.generate import characters
+from zerotrain.saved.text_model import characters
 
 pytestmark = pytest.mark.usefixtures("evaluates_here")
 

@@ -317,8 +317,8 @@ def _checked(config: Config, run: saved.OfRun, averaged: bool, ranks: Ranks) -> 
     except ZeroTrainError:
         raise
     except Exception as error:
-        if saved.names_others(config, EVALUATION.built):
-            raise
+        if not all(saved.are_known(getattr(config, group)) for group in EVALUATION.built):
+            raise  # of a class of the user's
         problem = f"{run.path} cannot be evaluated: {type(error).__name__}: {first_paragraph(error)}"
         raise ConfigError(problem) from error
 

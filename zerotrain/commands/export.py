@@ -14,226 +14,18 @@ checkpoint is damaged, one line;
 130, 143, 129: a signal, and nothing is left in DIR; a URL may have files, all if zerotrain_export.json is there.
 """
 
-import errno
-import json
 import math
-import os
-import re
-import secrets
-import stat
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, TypedDict
+from collections.abc import Sequence
 
-import torch
-
-from zerotrain.checkpoint.folder import CHECKPOINTS, LOCK, PartialFolder
-from zerotrain.checkpoint.mirror import local_folder, local_run, open_mirror
-from zerotrain.checkpoint.others.safetensors_and_torch import write_safetensors
-from zerotrain.checkpoint.tensor_file import write_file
-from zerotrain.commands import export_formats as formats
-from zerotrain.commands.frame import WEIGHTS, add_run, exit_code, is_averaged, parser_of
-from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
-from zerotrain.files import kept_out, lock, terminal, untrusted
+from zerotrain.commands.frame import add_run, exit_code, is_averaged, parser_of
+from zerotrain.errors import ConfigError
+from zerotrain.files import terminal
 from zerotrain.launching import exits
-from zerotrain.saved.saved import ABOUT, ADAPTERS, DCP, EXPORTED_MODEL, MERGED, MODEL, SavedRun, opened_run
 
-# Writes an export's folder: it appears when it is complete, and replaces only an earlier export.
-
-
-FILES = "files"
-"""The key in `ABOUT` of the names of all other files of an export: `--overwrite` removes these alone."""
-
-
-class _About(TypedDict):
-    files: list[untrusted.FilePath]
-
-
-MAX_ABOUT_NBYTES = 64 * 2**20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-_IN_TORCHS_WRITER = "inline_container"
-_GO_ON = "give a new name, or remove it by hand"
-
-
-def require_free(out: Path, *, overwrite: bool) -> None:
-    """Make sure that an export may have this name.
-
-    Raises:
-        ConfigError: something is there, and it is not to be replaced, or it is not an export alone.
-    """
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise ConfigError(
-            f"--out: got {out}, which is there already; give a new name, or --overwrite to replace an export"
-        )
-    _files_of_export(out)
-
-
-def require_apart(out: Path, run: Path, sources: list[Path]) -> None:
-    """Make sure that an export neither lies in the run that it is of nor replaces what it reads.
-
-    Args:
-        run: a checkpoint.
-        sources: further folders that are read.
-
-    Raises:
-        ConfigError: it does.
-    """
-    for checkpoint in (run, Path(os.path.realpath(run))):
-        is_of_run = checkpoint.parent.name == CHECKPOINTS
-        for folder in (checkpoint, *(checkpoint.parents[:2] if is_of_run else ())):
-            if _lies_in(out, folder):
-                raise ConfigError(f"--out: got {out}, inside {folder}, the folder to export; give another folder")
-    for folder in (run, *sources):
-        if _lies_in(folder, out):
-            raise ConfigError(
-                f"--out: got {out}, and {folder}, which is read for this export, lies there; give another folder"
-            )
-
-
-@contextmanager
-def new_folder(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]:
-    """The folder to write into, of another name; at the end of the block it is `out`. After an error nothing is left.
-
-    With `overwrite` the old one stays until the new one is on the disk.
-
-    Raises:
-        ConfigError: something else than an export has come there.
-        CheckpointError: the folder is there already, or cannot be written.
-    """
-    try:
-        partial = PartialFolder(out, replaces=overwrite)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
-    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(8)}")
-    try:
-        yield partial.path
-        about = about | {FILES: _sync_files(partial.path)}
-        write_file(partial.path / ABOUT, [json.dumps(about, indent=2).encode(), b"\n"])
-        replaced = []
-        if overwrite and os.path.lexists(out):
-            out.rename(old)
-            replaced = _files_of_export(old, final_path=out)  # once more: something may have come since
-        partial.appear()
-    except BaseException as error:
-        disk_error = _disk_error(error, partial.path)
-        if old.is_dir() and not os.path.lexists(out):
-            old.rename(out)
-        partial.remove()
-        if disk_error is not None:
-            raise CheckpointError(
-                f"{disk_error.filename or out} cannot be written: {disk_error.strerror}"
-            ) from disk_error
-        raise
-    _remove(replaced, old)
-
-
-def _disk_error(error: BaseException, folder: Path) -> OSError | None:
-    """The disk's error that caused an exception; None if none did. For a full disk torch says "unexpected pos 704 vs
-    598", and tokenizers raise Exception("... (os error 28)").
-    """
-    if isinstance(error, ZeroTrainError | KeyboardInterrupt | SystemExit):
-        return None
-    if isinstance(error, OSError) and error.errno is not None:
-        return error
-    cause = error.__cause__ or error.__context__
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FULL:
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    if match := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(match[1]), os.strerror(int(match[1])))
-    if _IN_TORCHS_WRITER not in str(error):
-        return None
-    try:
-        (folder / "probe").write_bytes(bytes(4096))
-    except OSError as refused:
-        return OSError(refused.errno, refused.strerror)
-    return OSError(errno.EIO, "torch could not write all of a file")
-
-
-def _sync_files(folder: Path) -> list[str]:
-    """The names of all files that were written, once they are on the disk: those that others have written too."""
-    names = []
-    for path in sorted(folder.rglob("*")):
-        if path != folder / LOCK:
-            lock.sync(path)
-            if not path.is_dir():
-                names.append(str(path.relative_to(folder)))
-    return names
-
-
-def _files_of_export(folder: Path, final_path: Path | None = None) -> list[Path]:
-    """The files of an export that has nothing else in its folder; `ABOUT` is the last.
-
-    Args:
-        final_path: the name of the folder in messages.
-
-    Raises:
-        ConfigError: it is no export, or something else lies there.
-    """
-    final_path = final_path or folder
-    if folder.is_symlink() or not (folder / ABOUT).is_file():
-        raise ConfigError(f"--overwrite: {final_path} is no folder that zerotrain.export has written; {_GO_ON}")
-    try:
-        about = untrusted.read_json(folder / ABOUT, _About, max_nbytes=MAX_ABOUT_NBYTES)
-    except (OSError, untrusted.UntrustedFileError) as error:
-        raise ConfigError(f"--overwrite: {final_path / ABOUT} does not list the files of an export: {error}") from None
-    own = [folder / name for name in (*about[FILES], ABOUT)]
-    try:
-        foreign = _foreign(folder, own)
-    except OSError as error:
-        raise ConfigError(f"--overwrite: {error.filename or final_path} cannot be read: {error.strerror}") from None
-    if foreign is not None:
-        raise ConfigError(
-            f"--overwrite: {final_path / foreign} was not written by the export in that folder; move it away, or give "
-            "a new name"
-        )
-    return own
-
-
-def _foreign(folder: Path, own: list[Path]) -> Path | None:
-    """The first thing in a folder that is neither one of these files nor a folder of theirs."""
-    files, folders = set(own), {above for path in own for above in path.parents}
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for place, inner, names in os.walk(folder, onerror=fail):
-        for path in sorted(Path(place, name) for name in (*inner, *names)):
-            mode = path.lstat().st_mode
-            if not (path in folders if stat.S_ISDIR(mode) else path in files and stat.S_ISREG(mode)):
-                return path.relative_to(folder)
-    return None
-
-
-def _remove(files: list[Path], folder: Path) -> None:
-    """Remove files within a folder, and each folder that is empty then. All other files there stay."""
-    for path in files:
-        with suppress(OSError):
-            path.unlink()
-    above = {parent for path in files for parent in path.parents if parent.is_relative_to(folder)}
-    for parent in sorted(above, key=lambda parent: -len(parent.parts)):
-        with suppress(OSError):
-            parent.rmdir()
-
-
-def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path is a folder or lies below it. Folders are compared by what they are: links, mounts and `..` hide
-    nothing."""
-    real = Path(os.path.realpath(path))
-    for above in (real, *real.parents):
-        with suppress(OSError):  # nothing is there yet
-            if above.samefile(folder):
-                return True
-    return False
-
-
-MB = 10**6
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The names of torch for those of --dtype."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,17 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
     parser.add_argument("--optimizer", action="store_true", help="optimizer.pt too, for torch.optim")
-    parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--dcp", action="store_true", help="a folder of torch.distributed.checkpoint instead")
     parser.add_argument(
         "--shard-mb", type=float, default=5000.0, metavar="MB", help="largest size of a file, default 5000"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    add_run(parser, type=str, metavar="RUN_OR_CHECKPOINT", help=None)
+    add_run(parser, has_weights=True, type=str, metavar="RUN_OR_CHECKPOINT", help=None)
     options = parser.parse_args(arguments)
-    left = f"files may be at --out, all of them if {ABOUT} is there" if "://" in options.out else "nothing is left"
+    left = "nothing is left"
+    if "://" in options.out:
+        left = "files may be at --out, all of them if zerotrain_export.json is there"
 
     def work() -> None:
+        require_options(options)
+        from zerotrain.commands.export_folder import export  # imports torch, which takes seconds
+
         with exits.ended_in_order():
             for line in export(options):
                 print(line, flush=True)
@@ -265,112 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return terminal.code_of(ending)
 
 
-def export(options: Namespace) -> Iterator[str]:
-    """Write what was asked for; lines to show.
-
-    Args:
-        options: those of `main`, by their names.
-
-    Raises:
-        ConfigError: an option is wrong.
-        CheckpointError: there is no such checkpoint, it is not what was written, or the disk fails.
-    """
-    dtype = formats.parse_dtype(options.dtype)
+def require_options(options: Namespace) -> None:
+    """Check the options alone. Raises a ConfigError with the first that is wrong."""
+    if options.dtype not in (None, *DTYPES):
+        raise ConfigError(
+            f"--dtype: got {options.dtype}; it must be one of {', '.join(DTYPES)}; without it, as it was saved"
+        )
     if not (math.isfinite(options.shard_mb) and options.shard_mb > 0):
         raise ConfigError(f"--shard-mb: got {options.shard_mb}; it must be a number of megabytes above 0")
     if options.dcp and (options.merge or options.optimizer or options.dtype):
         raise ConfigError(
             "--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype"
         )
-    if (averaged := is_averaged(options.weights)) and (options.dcp or options.optimizer):
+    if is_averaged(options.weights) and (options.dcp or options.optimizer):
         other = "--dcp" if options.dcp else "--optimizer"
         raise ConfigError(f"{other}: the optimizer's state is that of the trained weights; leave out --weights ema")
-    place = open_mirror(options.out, "--out") if "://" in options.out else None
-    if place is not None and place.names():
-        raise ConfigError(f"--out: got {place.url}, where something is already; give a new name")
-    out = Path(options.out) if place is None else local_folder() / "export"
-    out = Path(os.path.realpath(out)) if out.name in ("", "..") else out.absolute()
-    require_free(out, overwrite=options.overwrite)
-    path = local_run(options.path)
-    with (
-        kept_out.nothing_imported_from(path),
-        opened_run(path, trust_code=options.trust_code, averaged=averaged) as run,
-    ):
-        of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
-        sources = [name for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()]
-        require_apart(out, run.path, [Path(name).absolute() for name in sources])
-        trains = any(parameter.trains for parameter in run.saved.manifest.parameters.values())
-        if (options.optimizer or options.dcp) and not trains:
-            raise ConfigError(f"--optimizer: {run.saved.path} has no parameter that trains; leave it out")
-        # The model of transformers, or that of peft around it; its folder may be gone.
-        model: Any = run.on_meta().model if run.is_hugging_face and not options.dcp else None
-        if options.merge and (model is None or formats.lora_of(model) is None):
-            raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
-        if options.merge and options.optimizer:
-            raise ConfigError(
-                "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
-            )
-        with new_folder(out, _about(run, options, model), overwrite=options.overwrite) as folder:
-            if options.dcp:
-                from zerotrain.commands.export_dcp import write_dcp
-
-                write_dcp(folder, run.saved)
-            else:
-                yield from _write_weights(folder, run, options, dtype, model)
-            if options.optimizer:
-                name_of = str if model is None else formats.name_of_hugging_face
-                formats.write_optimizer(folder / "optimizer.pt", run.saved, name_of)
-    files = sorted((file for file in out.rglob("*") if file.is_file()), key=lambda file: (file.name == ABOUT, file))
-    nbytes = sum(file.stat().st_size for file in files)
-    if place is not None:
-        place.push_files(out, [file.relative_to(out).as_posix() for file in files])
-    what = "the average of weights of " if averaged else ""
-    yield f"{out if place is None else place.url}: {what}step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
-
-
-def _write_weights(
-    folder: Path, run: SavedRun, options: Namespace, dtype: torch.dtype | None, model: Any
-) -> Iterator[str]:
-    tensors = formats.plain(run.saved, dtype)
-    stem = "model"
-    if model is not None:
-        lora = formats.lora_of(model)
-        if lora is None:
-            tensors = formats.plain(run.saved, dtype, formats.name_of_hugging_face)
-        elif options.merge:
-            tensors = formats.merged(run.saved, dtype, model)
-            model = model.get_base_model()
-            head = model.get_output_embeddings()
-            if any(f"{name}.weight" in tensors for name, module in model.named_modules() if module is head):
-                model.config.tie_word_embeddings = False  # the adapters have parted them
-        else:
-            tensors, stem = formats.adapters(run.saved, dtype, model), "adapter_model"
-            formats.write_adapter_config(folder, run, lora)
-        if stem == "model":
-            # transformers is to open the model in the widest dtype of its weights.
-            dtypes = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point}
-            widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-            formats.write_config(folder, model, widest)
-        if (warning := formats.write_tokenizer(folder, run)) is not None:
-            yield warning
-    write_safetensors(folder, tensors, max_nbytes=int(options.shard_mb * MB), stem=stem)
-
-
-def _about(run: SavedRun, options: Namespace, model: Any) -> dict[str, Any]:
-    form = MODEL
-    if options.dcp:
-        form = DCP
-    elif options.merge:
-        form = MERGED
-    elif run.is_hugging_face:
-        form = EXPORTED_MODEL if formats.lora_of(model) is None else ADAPTERS
-    return {
-        "checkpoint": str(run.path),
-        "step": run.step,
-        "form": form,
-        "dtype": options.dtype,
-        "weights": options.weights,
-        "config_sha256": run.saved.manifest.content["config_sha256"],
-        "config": run.saved.manifest.content["config"],
-        "data_fingerprint": run.data_fingerprint,
-    }

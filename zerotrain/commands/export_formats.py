@@ -163,7 +163,6 @@ def write_tokenizer(folder: Path, run: SavedRun) -> str | None:
 # The weights under the names that others know, as tensors to be written.
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_MODEL = "model."
 """`HuggingFaceModel` puts this before the names of transformers."""
 IN_PEFT = "base_model.model."
@@ -260,14 +259,3 @@ def _saved_names(model: Any) -> dict[torch.Tensor, str]:
 def _tensor(saved: CheckpointTensors, name: str, dtype: torch.dtype | None) -> OutTensor:
     own, shape = saved.names[name]
     return OutTensor(dtype if dtype is not None and own.is_floating_point else own, shape, lambda: saved.read(name))
-
-
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype that `--dtype` names; None if it is not given.
-
-    Raises:
-        ConfigError: there is no such dtype.
-    """
-    if name is None or name in DTYPES:
-        return None if name is None else DTYPES[name]
-    raise ConfigError(f"--dtype: got {name}; it must be one of {', '.join(DTYPES)}; without it, as it was saved")

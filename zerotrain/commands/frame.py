@@ -11,13 +11,6 @@ from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.launching import exits
 
-WEIGHTS: dict[str, Any] = {
-    "default": "trained",
-    "metavar": "NAME",
-    "help": "trained, the default, or ema: their moving average, of a run with callbacks=ema",
-}
-"""The argument --weights."""
-
 
 def is_averaged(weights: str) -> bool:
     """Whether `--weights` asks for the average.
@@ -84,7 +77,8 @@ def add_run(parser: ArgumentParser, *, has_settings: bool = False, has_weights: 
     if has_settings:
         parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
     if has_weights:
-        parser.add_argument("--weights", **WEIGHTS)
+        text = "trained, the default, or ema: their moving average, of a run with callbacks=ema"
+        parser.add_argument("--weights", default="trained", metavar="NAME", help=text)
     parser.add_argument(
         "--trust-code",
         action="store_true",

@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -79,20 +79,18 @@ def _run(options: Namespace) -> int:
         _new_file("--save-batch", options.save_batch, options.path) as batch,
     ):
         with words_of_config():
-            body = replay(options, Console(), lambda tensors: batch.write(_safetensors().save(tensors)))
+            body = replay(options, Console(), batch)
         out.write((json.dumps(OURS | body, indent=2) + "\n").encode())
     print(f"in {options.out}")
     return exits.FAILED if body["differs"] else exits.COMPLETED
 
 
-def replay(
-    options: Namespace, console: Console, keep_batch: Callable[[dict[str, torch.Tensor]], Any]
-) -> dict[str, Any]:
+def replay(options: Namespace, console: Console, batch_file: BinaryIO) -> dict[str, Any]:
     """Compute a step of a run again, print what it was made of, and return that for JSON.
 
     Args:
         options: those of `main`, by their names; `step` is None for the one that stands out.
-        keep_batch: gets the worst micro-batch, if `options.save_batch` is there.
+        batch_file: gets the worst micro-batch, if `options.save_batch` is there.
 
     Raises:
         ConfigError: an argument is wrong, or the run cannot be built here.
@@ -127,13 +125,14 @@ def replay(
         with tempfile.TemporaryDirectory() as scratch, joined_ranks(config) as world:
             console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
-            if step > steps.max_steps:
-                raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
+            if step > steps.trainer.max_steps:
+                raise ConfigError(f"--step: got {step}; the run has {steps.trainer.max_steps} steps; give one of them")
             lines = _go_on(steps, record, step - 1)
             report = report_of(steps, each_row=options.rows)
             if options.save_batch is not None:
-                keep_batch(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch))
-            lines += _go_on(steps, record, min(step + options.around, steps.max_steps))
+                batch = batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch)
+                batch_file.write(_safetensors().save(batch))
+            lines += _go_on(steps, record, min(step + options.around, steps.trainer.max_steps))
             different: dict[str, Any] = next((line for line in lines if line["differs"]), {"differs": None})
             causes = []
             if different["differs"]:
@@ -165,7 +164,7 @@ def _go_on(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, A
             "skipped": outcome.skipped,
             "loss_scale": outcome.loss_scale,
             "update": outcome.update_hash,
-            "lr": max(float(group["lr"]) for group in steps.engine.param_groups),
+            "lr": max(float(group["lr"]) for group in steps.trainer.engine.param_groups),
             "as_recorded": None if step not in record.steps else differs is None,
             "differs": differs,
         }

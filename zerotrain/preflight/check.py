@@ -28,7 +28,7 @@ from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable, value_at
+from zerotrain.files.untrusted import Natural, is_kind, printable, value_at
 from zerotrain.preflight.loss_trial import require_apart, require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
@@ -36,7 +36,6 @@ from zerotrain.preflight.room import (
     SMALLER_MODEL,
     Ranks,
     Room,
-    refusing_too_large,
     require_disk,
     require_folder,
 )
@@ -204,16 +203,15 @@ def require_measurable(metrics: Mapping[str, Metric], where: str, batch: Any, mo
         ) from error
     if getattr(model, "next_token_labels", False):
         return
-    targets = {
-        name: fetch.target_of(batch, metric.target) for name, metric in looking.items() if metric.class_dim is None
-    }
-    # One label a row leaves a single dimension for the classes; and a call without values imports torch's compiler.
-    unclear = {name: target for name, target in targets.items() if target is not None and target.dim() > 1}
     outputs = None
-    if unclear:
-        with suppress(Exception), torch.no_grad():  # the model may compute with values
-            outputs = logits_in(call_model(model, fetch.to_device(inputs, torch.device("meta"))))
-    for name, target in unclear.items():
+    for name, metric in looking.items():
+        target = fetch.target_of(batch, metric.target)
+        # One label a row leaves a single dimension for the classes; and a call without values imports torch's compiler.
+        if metric.class_dim is not None or target is None or target.dim() <= 1:
+            continue
+        if outputs is None:
+            with suppress(Exception), torch.no_grad():  # the model may compute with values
+                outputs = logits_in(call_model(model, fetch.to_device(inputs, torch.device("meta"))))
         try:
             class_dim_of(outputs, target, None)
         except ValueError as error:
@@ -344,8 +342,6 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
             f"{length_given(config)}: is {math.ceil(num_sequences):,} rows, and the checkpoint to go on from has "
             f"been trained on {num_read:,}; give more"
         )
-    if step + num_steps > MAX_INT:
-        raise ConfigError(f"{length_given(config)}: is more steps than anybody can count, 2**63 or more; give fewer")
     train.max_steps = step + num_steps
 
 
@@ -449,8 +445,7 @@ def check(
     model = None
     # Without the data nobody knows how many tokens the model is to have.
     if data is not None or config.model.get("vocab_size", 0) is not None:
-        with refusing_too_large(config, ranks, attempt.room):
-            model = attempt("model", _require_module, config)
+        model = attempt("model", factory.build_on_meta, config)
     sets = attempt("data", validation_sets_of, data, config)
     batches = attempt("data", first_batches_of, data, sets, config, ranks, attempt.room)
     can_lose = attempt("loss", require_config_loss, config, model, batches)
@@ -591,10 +586,3 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _too_large(group: str, error: Exception) -> str:
     return f"{group}: needs more memory than there is: {compose.first_paragraph(error)}; choose smaller values"
-
-
-def _require_module(config: Config) -> nn.Module | None:
-    model = factory.build_on_meta(config)
-    if model is not None:
-        factory.require_kind("model", config.model, model, nn.Module)
-    return model

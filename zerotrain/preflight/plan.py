@@ -20,7 +20,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.device.memory import KEPT_NBYTES, own_nbytes
 from zerotrain.device.processes import compute_in_child, num_cores, one_thread
 from zerotrain.files.lock import whole
-from zerotrain.preflight.rehearsal import Links, Rehearsals, StagePlan, look_at
+from zerotrain.preflight.rehearsal import Links, Rehearsals, StagePlan
 from zerotrain.preflight.room import Ranks, Room
 from zerotrain.run.factory import build_collate, build_data, build_optimizer_factory
 from zerotrain.sharding.plan import STAGES
@@ -163,12 +163,12 @@ class Planner:
     """
 
     def __init__(self, config: Config, ranks: Ranks, memory: Memory, run_dir: Path) -> None:
-        self.ranks, self.memory, self.on_host, self._run_dir = ranks, memory, memory.on_host, run_dir
-        self._optimizer = build_optimizer_factory(config)
+        self.ranks, self.memory, self.on_host = ranks, memory, memory.on_host
+        optimizer = build_optimizer_factory(config)
         with one_thread():  # `stages` forks, and a long row is copied by several
             train, collate = build_data(config).train, build_collate(config)
-            self._row = first_batches(train, "data.train", seed=config.seed, collate=collate)[0]
-            self._footprint = look_at(self._optimizer, on_host=self.on_host)
+            row = first_batches(train, "data.train", seed=config.seed, collate=collate)[0]
+            self._of_config = Rehearsals.of_run(config, self._links(config, ranks.num_ranks), row, optimizer, run_dir)
 
     def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
         """The plan of a stage, as `Rehearsals` makes it.
@@ -199,9 +199,11 @@ class Planner:
         return RunPlan(stage=config.zero.stages[0], num_ranks=self.ranks.num_ranks, memory=self.memory, stages=stages)
 
     def _rehearsals(self, config: Config, num_ranks: int | None = None) -> Rehearsals:
-        num_ranks, num_local = num_ranks or self.ranks.num_ranks, self.ranks.num_local
-        links = Links.of_run(config, num_ranks, on_host=self.on_host, num_local=num_local)
-        return Rehearsals(config, links, self._row, self._optimizer, self._footprint, self._run_dir)
+        links = self._links(config, num_ranks or self.ranks.num_ranks)
+        return replace(self._of_config, config=config, links=links)
+
+    def _links(self, config: Config, num_ranks: int) -> Links:
+        return Links.of_run(config, num_ranks, on_host=self.on_host, num_local=self.ranks.num_local)
 
 
 def _plan_stages(rehearsals: Rehearsals, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:

@@ -38,10 +38,8 @@ SAMPLE_NUMEL = 2**14
 class Footprint:
     """Bytes and state of an optimizer of elements."""
 
-    states: dict[str, torch.dtype]
-    """State of the shape of the weights, by name."""
-    counters: dict[str, torch.dtype]
-    """State of a single number."""
+    states: dict[str, tuple[torch.dtype, bool]]
+    """(dtype, whether it has the shape of the weights) of each state, by name; others are a single number."""
     scratch_per_element: float
     """Bytes alive for a moment in a step, for each element of a tensor."""
     at_once: bool
@@ -57,10 +55,12 @@ def look_at(factory: OptimizerFactory, *, on_host: bool) -> Footprint | None:
     if updates_whole(factory) and not hasattr(factory, "needs_whole"):
         return None
     samples = [_sample_steps(factory, num, on_host=on_host) for num in (1, 2)]
-    state = {name: value for name, value in samples[0][1].items() if isinstance(value, torch.Tensor)}
-    states = {name: value.dtype for name, value in state.items() if value.shape == (SAMPLE_NUMEL,)}
-    counters = {name: value.dtype for name, value in state.items() if value.ndim == 0}
-    return Footprint(states, counters, samples[0][0] / SAMPLE_NUMEL, at_once=samples[1][0] > 1.5 * samples[0][0])
+    (nbytes, state), (nbytes_of_two, _) = samples
+    states = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape in ((), (SAMPLE_NUMEL,)):
+            states[name] = value.dtype, value.ndim > 0
+    return Footprint(states, nbytes / SAMPLE_NUMEL, at_once=nbytes_of_two > 1.5 * nbytes)
 
 
 def _sample_steps(factory: OptimizerFactory, num: int, *, on_host: bool) -> tuple[int, dict[str, Any]]:
@@ -74,10 +74,8 @@ def _sample_steps(factory: OptimizerFactory, num: int, *, on_host: bool) -> tupl
     optimizer.step()
     with LiveMemory() as live:
         for param in params:
-            live.name("kept", param, *(() if param.grad is None else (param.grad,)))
-        for value in (value for state in optimizer.state.values() for value in state.values()):
-            if isinstance(value, torch.Tensor):
-                live.name("kept", value)
+            values = (param, param.grad, *optimizer.state.get(param, {}).values())
+            live.name("kept", *(value for value in values if isinstance(value, torch.Tensor)))
         start_nbytes = live.nbytes
         optimizer.step()
     return live.peak_nbytes - start_nbytes, next(iter(optimizer.state.values()), {})
@@ -133,12 +131,10 @@ class RehearsedOptimizer(torch.optim.Optimizer):
         """Update nothing."""
         updated = [tensor for group in self.param_groups for tensor in group["params"] if tensor.grad is not None]
         for tensor in updated:
-            for name, dtype in self._footprint.states.items():
+            for name, (dtype, is_of_weights) in self._footprint.states.items():
                 if name not in self.state[tensor]:
-                    self.state[tensor][name] = torch.empty_like(tensor, dtype=dtype)
-            for name, dtype in self._footprint.counters.items():
-                if name not in self.state[tensor]:
-                    self.state[tensor][name] = torch.empty((), dtype=dtype, device=tensor.device)
+                    shape = tensor.shape if is_of_weights else ()
+                    self.state[tensor][name] = torch.empty(shape, dtype=dtype, device=tensor.device)
         numels = [tensor.numel() for tensor in updated]
         for numel in [sum(numels)] if self._footprint.at_once else numels:
             torch.empty(int(numel * self._footprint.scratch_per_element), dtype=torch.uint8, device="meta")

@@ -394,6 +394,6 @@ def _key(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _part(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.dtype
+        return _layout(argument)
     # 1, 1.0 and True are equal, and make tensors of other dtypes.
     return tuple(map(_part, argument)) if isinstance(argument, list | tuple) else (type(argument), argument)

@@ -36,8 +36,7 @@ class _StepLine(TypedDict):
     skipped: NotRequired[bool]
 
 
-COMPARED = ("loss", "grad_norm", "update", "skipped")
-OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "attention", "cudnn", "threads")
+OF_ENVIRONMENT = [name for name in _RecordStart.__annotations__ if name not in ("settings", "data")]
 """The names of whatever a step's bits depend on beside settings and data."""
 OF_BITS = ("seed", "model", "loss", "data", "optimizer", "scheduler", "precision", "train")
 """The groups of settings they depend on."""
@@ -77,11 +76,10 @@ class Record:
         line, values = self.steps.get(step), without_non_finite(recorded(outcome))
         if line is None:
             return None
-        differences = [
-            f"{name}: recorded {line.get(name)!r}, now {values[name]!r}"
-            for name in COMPARED
-            if line.get(name) != values[name]
-        ]
+        differences = []
+        for name, value in values.items():
+            if line.get(name) != value:
+                differences.append(f"{name}: recorded {line.get(name)!r}, now {value!r}")
         return f"step {step} differs: {'; '.join(differences)}" if differences else None
 
     def causes(self, step: int, environment: Mapping[str, Any], settings: Mapping[str, Any] | None) -> list[str]:

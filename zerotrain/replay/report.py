@@ -165,34 +165,34 @@ def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
     Args:
         each_row: compute each row of the worst micro-batch, too.
     """
-    sampler = steps.feed.sampler
+    sampler = steps.trainer.feed.sampler
     report = StepReport(step=steps.num_done + 1, parts=[])
     for virtual_rank in range(sampler.num_virtual_ranks):
-        inputs, _ = steps.feed.leaf(virtual_rank)
+        inputs, _ = steps.trainer.feed.leaf(virtual_rank)
         for number, batch in enumerate(inputs):
             part = _compute_part(steps, batch, virtual_rank, number)
-            rows = steps.feed.rows_of(virtual_rank, number).rows
+            rows = steps.trainer.feed.rows_of(virtual_rank, number).rows
             report.parts.append(MicroBatchPart(virtual_rank=virtual_rank, micro_batch=number, rows=rows, **vars(part)))
     worst = report.worst
-    rows, epochs = steps.feed.rows_of(worst.virtual_rank, worst.micro_batch)
+    rows, epochs = steps.trainer.feed.rows_of(worst.virtual_rank, worst.micro_batch)
     for row, epoch in zip(rows, epochs, strict=True):
-        read = steps.feed.read(batches.RowsToRead([row], [epoch]))
-        source, text = _source(steps.dataset.train, row), _outline(steps.dataset, read)
+        read = steps.trainer.feed.read(batches.RowsToRead([row], [epoch]))
+        source, text = _source(steps.trainer.dataset.train, row), _outline(steps.trainer.dataset, read)
         alone = _compute_part(steps, read, worst.virtual_rank, worst.micro_batch) if each_row else None
         report.rows.append(RowPart(row=row, epoch=epoch, source=source, text=text, alone=alone))
     if worst.badness[0]:
-        inputs, _ = steps.feed.leaf(worst.virtual_rank)
-        with watching_for_nonfinite(steps.engine.module) as sentences:
+        inputs, _ = steps.trainer.feed.leaf(worst.virtual_rank)
+        with watching_for_nonfinite(steps.trainer.engine.module) as sentences:
             part = _compute_part(steps, inputs[worst.micro_batch], worst.virtual_rank, worst.micro_batch)
         between = f"no module, but what lies between them: the first in the backward is the gradient of {part.largest}"
-        scale = steps.engine.loss_scale
+        scale = steps.trainer.engine.loss_scale
         report.nonfinite = [*sentences, between][0] + (f", with a loss scale of {scale:g}" if scale != 1.0 else "")
     return report
 
 
 def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch of the next step by name, for a file of safetensors."""
-    inputs, _ = steps.feed.leaf(virtual_rank)
+    inputs, _ = steps.trainer.feed.leaf(virtual_rank)
     batch = inputs[micro_batch]
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     return {str(name): value.detach().cpu().contiguous() for name, value in items if isinstance(value, torch.Tensor)}
@@ -201,17 +201,17 @@ def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[
 def _compute_part(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
     """Forward and backward of a micro-batch alone, with its seeds in the step."""
     losses: list[torch.Tensor] = []
-    seed_each = partial(seed_leaf, steps.config.seed, steps.num_done)
-    gradients = steps.engine.leaf(
+    seed_each = partial(seed_leaf, steps.trainer.seed, steps.num_done)
+    gradients = steps.trainer.engine.leaf(
         virtual_rank,
         [inputs],
         weights=[1.0],
         before_each=lambda number, _: seed_each(number, micro_batch),
         after_each=lambda _number, _index, loss, _outputs: losses.append(loss),
     )
-    scale, squares = steps.engine.loss_scale, 0.0
+    scale, squares = steps.trainer.engine.loss_scale, 0.0
     largest, name_of_largest, first_bad = -1.0, "", ""
-    for name, _ in steps.engine.module.named_parameters():
+    for name, _ in steps.trainer.engine.module.named_parameters():
         if (gradient := gradients.get(name)) is None:
             continue
         squares += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2

@@ -6,32 +6,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
-from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import ConfigError
-from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets, frozen_steps
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, RunCheckpoints
+from zerotrain.run.factory import RunSpec, build_trainer
 from zerotrain.training.callbacks.stages import RunFreezing
-from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.sameness import seed_leaf
 from zerotrain.training.schedule import set_rates
+from zerotrain.training.trainer import Trainer
 
 
 @dataclass(kw_only=True)
 class ReplayedSteps:
     """A run at one of its steps, on one rank. It writes nothing, logs nothing and evaluates nothing."""
 
-    engine: ZeroEngine
-    dataset: Any
-    feed: TrainingFeed
-    config: Config
-    max_steps: int
-    schedule: Any
+    trainer: Trainer
+    """It is never run: its parts are those of the run."""
     freezing: RunFreezing
     num_done: int
     """Steps done."""
@@ -42,17 +35,19 @@ class ReplayedSteps:
 
     def train(self, until: int) -> Iterator[tuple[int, TrainStepResult]]:
         """Go on to a step; yield the number of each and what it came to."""
-        self.feed.first_step = self.num_done
-        with self.feed.loader(max(0, until - self.num_done)) as loader:
+        trainer = self.trainer
+        engine, feed = trainer.engine, trainer.feed
+        feed.first_step = self.num_done
+        with feed.loader(max(0, until - self.num_done)) as loader:
             while self.num_done < until:
-                set_rates(self.engine.param_groups, self.schedule(self.num_done - self.skipped, self.max_steps))
-                micro_batches, weights, _ = self.feed.next_step(loader)
-                seed_each = partial(seed_leaf, self.config.seed, self.num_done)
-                outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
-                self.feed.step_done()
+                set_rates(engine.param_groups, trainer.schedule(self.num_done - self.skipped, trainer.max_steps))
+                micro_batches, weights, _ = feed.next_step(loader)
+                seed_each = partial(seed_leaf, trainer.seed, self.num_done)
+                outcome = engine.train_step(micro_batches, weights=weights, before_each=seed_each)
+                feed.step_done()
                 self.skipped += outcome.skipped
                 self.num_done += 1
-                if self.num_done < self.max_steps:
+                if self.num_done < trainer.max_steps:
                     self.freezing.be_at(self.num_done)
                 yield self.num_done, outcome
 
@@ -76,57 +71,31 @@ def opened_steps(
         CheckpointError: there are checkpoints, and none can be taken.
         ConfigError: the config does not make a run, or the data is another.
     """
-    torch.manual_seed(config.seed)
-    frozen: dict[str, Any] = {}
-    engine = build_engine_of(config, world, run_dir=folder, frozen=frozen)
-    torch.manual_seed(config.seed + 1)
-    dataset = build_data(config)
     if config.train.max_steps is None:
         raise ConfigError(
             "train.max_steps: is not noted by the run, and its schedule depends on it; give the checkpoint"
         )
-    init_from = None if config.checkpoint.init_from is None else Path(config.checkpoint.init_from)
-    policy = CheckpointPolicy(resume=checkpoints, init_from=init_from, strict=config.checkpoint.strict)
+    spec = RunSpec(config, folder, [], resume_from=list(map(str, checkpoints)), stage=0)
+    trainer = build_trainer(spec, world, run_facts={}, console=console)
     # None: there is no checkpoint, and the run's first weights were taken up.
-    resumed = RunCheckpoints(engine, folder, policy=policy, console=console, settings=None).resume()
+    resumed = trainer.checkpoints.resume()
     num_done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
-    feed = TrainingFeed(
-        dataset,
-        build_validation_sets(config),
-        engine=engine,
-        seed=config.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.train.gradient_accumulation_steps,
-        first_step=num_done,
-        num_workers=0,
-        collate=build_collate(config),
-        loss_over=config.train.loss_over,
-    )
-    feed.agree(state.get("data"), None, like=data)
-    if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
+    trainer.feed.first_step = num_done
+    trainer.feed.agree(state.get("data"), None, like=data)
+    if data is not None and (line := _other_data(data, trainer.feed.sampler.fingerprint or {})):
         raise ConfigError(line)
-    freezing = RunFreezing(engine, console, frozen_steps(config, frozen, dataset.train, world.size))
+    freezing = RunFreezing(trainer.engine, console, trainer.frozen)
     freezing.load_state_dict(state)
     freezing.be_at(num_done)
-    engine.train()
-    return ReplayedSteps(
-        engine=engine,
-        dataset=dataset,
-        feed=feed,
-        config=config,
-        max_steps=config.train.max_steps,
-        schedule=build("scheduler", config.scheduler),
-        freezing=freezing,
-        num_done=num_done,
-        began_at=num_done,
-        skipped=state.get("skipped_steps", 0),
-    )
+    trainer.engine.train()
+    skipped = state.get("skipped_steps", 0)
+    return ReplayedSteps(trainer=trainer, freezing=freezing, num_done=num_done, skipped=skipped, began_at=num_done)
 
 
 def of_replay(config: Config) -> Config:
     """A run's config on one rank at stage 0, without what saves, evaluates or watches. No gradient ends a replay."""
     config.zero.stage, config.zero.schedule = 0, None
-    config.train = replace(config.train, on_nonfinite="skip", max_skipped_steps=2**31, profile=False)
+    config.train = replace(config.train, on_nonfinite="skip", max_skipped_steps=2**31, verify_every=0)
     config.checkpoint = replace(
         type(config.checkpoint)(), init_from=config.checkpoint.init_from, strict=config.checkpoint.strict
     )

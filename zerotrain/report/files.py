@@ -18,7 +18,7 @@ from zerotrain.files.lock import whole
 from zerotrain.files.untrusted import only_regular, printable
 from zerotrain.report.page import HEAD, page_of
 from zerotrain.report.rows import FIGURES, Report, Row, equal_weights, spreads
-from zerotrain.report.values import with_short_numbers
+from zerotrain.report.values import short_names, with_short_numbers
 
 CSV_NAME, JSON_NAME, PAGE_NAME = "sweep.csv", "sweep.json", "report.html"
 HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', PAGE_NAME: HEAD}
@@ -125,7 +125,8 @@ def require_ours(place: object, start: bytes, head: bytes) -> None:
 # The table of jobs in a terminal.
 
 
-SHORT_HASH = 12
+SHORT_HASH, TABLE_HASH = 12, 8
+"""Characters of a sha256 in a line, and in the table."""
 MAX_GROUPS = 4
 OF_RANKS = "launch.nproc_per_node="
 
@@ -133,31 +134,36 @@ OF_RANKS = "launch.nproc_per_node="
 def print_table(report: Report, console: Console) -> None:
     """Print a row for each job, the errors of failed ones, and whether the weights agree."""
     rows = report.rows
-    shared = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
+    shared = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
     ranks = ["-" if row["ranks"] is None else f"{row['ranks']:.0f}" for row in rows]
     overrides = [[with_short_numbers(word) for word in row.overrides if word not in shared] for row in rows]
-    columns = {"job": [row.job for row in rows], "overrides": [" ".join(words) for words in overrides]}
+    columns: dict[str, list[str]] = {"job": [row.job for row in rows], "overrides": []}
     if len({*ranks} - {"-"}) > 1:
-        others = [" ".join(word for word in words if not word.startswith(OF_RANKS)) for words in overrides]
-        columns |= {"overrides": others, "ranks": ranks}
+        overrides = [[word for word in words if not word.startswith(OF_RANKS)] for words in overrides]
+        columns["ranks"] = ranks
     columns["status"] = [row.status for row in rows]
     for name in ("final_val_loss", "tokens_per_s", "step_ms_median"):
         figure = FIGURES[name]
         columns[figure.head] = ["-" if (value := row[name]) is None else figure.form(value) for row in rows]
-    columns["weights"] = [(row.weights_sha256 or "-")[:SHORT_HASH] for row in rows]
-    # A word that is too long for its column is broken behind its name: no number lies on two lines.
+    columns["weights"] = [(row.weights_sha256 or "-")[:TABLE_HASH] for row in rows]
     widths = [max(map(cell_len, [head, *cells])) + 2 for head, cells in columns.items() if head != "overrides"]
     room = console.width - sum(widths) - 1
-    columns["overrides"] = [
-        " ".join(word if cell_len(word) <= room else word.replace("=", "=\n", 1) for word in cells.split())
-        for cells in columns["overrides"]
-    ]
+    short = short_names({word.partition("=")[0] for words in overrides for word in words})
+    for words in overrides:
+        # A word that is too long for its column gets its short name; if it still is, it is broken behind that: no
+        # number lies on two lines.
+        for place, word in enumerate(words):
+            if cell_len(word) > room:
+                name, sign, rest = word.partition("=")
+                shorter = f"{short[name]}{sign}{rest}"
+                words[place] = shorter if cell_len(shorter) <= room else shorter.replace("=", "=\n", 1)
+        columns["overrides"].append(" ".join(words))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for head in columns:
         is_text = head in ("overrides", "status")
         table.add_column(head, justify="left" if is_text else "right", no_wrap=head != "overrides", overflow="fold")
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(Text, cells))
+    for row_cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, row_cells))
     console.print(table)
     errors = [f"job {row.job} {row.status}: {row.error}" for row in rows if row.error]
     for line in [*errors, _agreement(rows)]:

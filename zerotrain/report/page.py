@@ -133,9 +133,11 @@ def _jobs_table(report: Report) -> dict[str, Any]:
             top = max(values) if figure.better > 0 else min(values)
             if 2 * values.count(top) < len(values):  # no number is the best that half of the jobs have
                 best[name] = top
+    loss = report.loss if report.loss in columns else "final_val_loss"  # it stands beside the job: a phone shows it
     return {
         "rows": rows,
-        "columns": columns,
+        "first": {name: figure for name, figure in columns.items() if name == loss},
+        "columns": {name: figure for name, figure in columns.items() if name != loss},
         "reference": next((row for row in rows if row in report.ranked), None) if compares else None,
         "best": best,
         "sorted_by": report.loss if by_loss else "",

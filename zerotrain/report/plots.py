@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.report.rows import KINDS, NO_CURVE, Curve, Report, Row, jobs_named, names_of, points_over
+from zerotrain.report.rows import AXES, KINDS, NO_CURVE, Curve, Report, Row, jobs_named, names_of, points_over
 from zerotrain.report.values import in_bytes, is_number, shortened, value_text
 from zerotrain.training.report import short
 
@@ -139,7 +139,6 @@ NUM_LOST = 40
 """Each lost curve has a mark, if there are no more curves than these."""
 LABEL_ROOM = 0.075
 """Part of a picture's height taken by a label."""
-AXES = {"step": "steps", "tokens": "tokens", "train_s": "seconds of training"}
 LOSSES = {"val": "validation", "train": "training"}
 LOSS_NAMES = ("val_loss", "train_loss")
 MAX_LABEL, MAX_TITLE = 34, 60
@@ -328,6 +327,16 @@ _HELD_NOTE = (
     "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the process, without libraries."
 )
 _SENT_NOTE = "By rank 0 in the last step; the thin bar is the theory."
+_HELD_REASONS = (
+    " It holds less where other ranks update whole tensors of its share.",
+    " It holds more where shards are padded, or where it updates whole tensors.",
+)
+"""Why bytes lie below the theory, and why above."""
+_SENT_REASONS = (
+    " It sends less where stage 3 keeps the first and the last unit gathered from the forward to the backward.",
+    " It sends more where shards are padded, or where gloo reduces by itself (zero.reduction=native on CPUs), which "
+    "sends each byte twice.",
+)
 _SPLIT_NOTE = (
     "Median of the steps of rank 0, and the mean of its parts. Communication is waiting for other ranks, which hides "
     "behind nothing."
@@ -372,20 +381,27 @@ def bar_charts(report: Report) -> list[BarChart]:
     """The bytes held by rank 0 at rest and sent in a step, and the time of a step, by their parts. A chart
     without numbers is left out."""
     charts = [
-        _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE),
-        _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE),
+        _byte_chart(report, "memory", "Memory", KINDS, _HELD_NOTE, _HELD_REASONS),
+        _byte_chart(report, "sent", "Sent in a step", ["sent"], _SENT_NOTE, _SENT_REASONS),
         _time_chart(report),
     ]
     return [chart for chart in charts if any(sum(bar.sizes) for bar in chart.bars)]
 
 
-def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note: str) -> BarChart:
-    """The bytes of each kind beside the theory. Jobs with equal bytes share a bar."""
+def _byte_chart(
+    report: Report, key: str, title: str, kinds: Sequence[str], note: str, reasons: tuple[str, str]
+) -> BarChart:
+    """The bytes of each kind beside the theory. Jobs with equal bytes share a bar.
+
+    Args:
+        reasons: why bytes lie below the theory, and why above: for the note, where some do.
+    """
     columns = [f"{prefix}{kind}_nbytes" for prefix in ("", "theory_") for kind in kinds]
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in report.rows:
         groups.setdefault(tuple(row[name] or 0.0 for name in columns), []).append(row)
     bars = []
+    is_below = is_above = False
     for nbytes, rows in groups.items():
         if not any(nbytes):
             continue
@@ -394,10 +410,14 @@ def _byte_chart(report: Report, key: str, title: str, kinds: Sequence[str], note
         words = in_bytes(measured)
         if theory:
             is_near = abs(measured - theory) <= NEAR * theory
+            is_below |= not is_near and measured < theory
+            is_above |= not is_near and measured > theory
             words += ", as in theory" if is_near else f", theory {in_bytes(theory)}"
         if len(kinds) > 1 and (peaks := [peak for row in rows if (peak := row["peak_nbytes"])]):
             words += f", peak {in_bytes(max(peaks))}"
         bars.append(Bar(name=_bar_name(report, rows), words=words, sizes=sizes, theory=theory_sizes))
+    below, above = reasons
+    note += (below if is_below else "") + (above if is_above else "")
     return BarChart(key=key, title=title, bars=bars, parts=kinds, note=note)
 
 

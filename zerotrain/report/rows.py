@@ -31,7 +31,7 @@ MAX_POINTS = 200
 """Points of a curve."""
 NUM_WINDOWS, WINDOW_NBYTES = 128, 2**14
 """So many windows of a long file are read, at equal distances."""
-AXES = ("step", "tokens", "train_s")
+AXES = {"step": "steps", "tokens": "tokens", "train_s": "seconds of training"}
 
 
 MAX_CURVES = 60
@@ -63,7 +63,7 @@ def read_curves(path: Path) -> dict[str, Curve]:
     curves = {name: np.array(rows, _POINT).view(np.recarray) for name, rows in points.items()}
     if (train := curves.get("train_loss")) is not None:
         for curve in curves.values():  # an evaluation notes no tokens: it has those of the training at its step
-            for axis in AXES[1:]:
+            for axis in ("tokens", "train_s"):
                 if np.isnan(curve[axis]).all():
                     curve[axis] = np.interp(curve.step, [0.0, *train.step], [0.0, *train[axis]])
     return curves

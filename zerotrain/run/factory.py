@@ -279,7 +279,7 @@ def run(
             from zerotrain.training.callbacks.mirror import Mirror, RunMirror
 
             parts["mirror"] = RunMirror(Mirror(config.checkpoint.mirror), config.checkpoint.mirror_keep)
-        trainer = _trainer(spec, world, **parts)
+        trainer = build_trainer(spec, world, **parts)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
@@ -299,7 +299,12 @@ def joined_ranks(
         yield world
 
 
-def _trainer(spec: RunSpec, world: World, **arguments: Any) -> Trainer:
+def build_trainer(spec: RunSpec, world: World, **arguments: Any) -> Trainer:
+    """The trainer of a run around its engine and data. Collective. Raises as `build_engine_of`, and as `build`.
+
+    Args:
+        arguments: for the trainer, beside those that the config says.
+    """
     config, frozen = spec.config, dict[str, Any]()
     torch.manual_seed(config.seed)
     engine = build_engine_of(config, world, spec.stage, spec.run_dir, frozen)
@@ -312,7 +317,6 @@ def _trainer(spec: RunSpec, world: World, **arguments: Any) -> Trainer:
     settings: dict[str, Any] = json.loads(json.dumps(checkpoint_settings(config)))  # steps become texts
     settings["train"]["virtual_ranks"] = world.size * len(engine.virtual_ranks)
     settings["launch"]["threads_per_rank"] = torch.get_num_threads()
-    validation_sets = build_validation_sets(config)
     schedule: Any = build("scheduler", config.scheduler)
     if isinstance(schedule, partial):  # without Hydra's check of each call; `try_schedule` has made it once
         schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
@@ -320,7 +324,7 @@ def _trainer(spec: RunSpec, world: World, **arguments: Any) -> Trainer:
         engine=engine,
         world=world,
         dataset=dataset,
-        validation_sets=validation_sets,
+        validation_sets=build_validation_sets(config),
         schedule=schedule,
         stages=config.zero.stages,
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
@@ -547,10 +551,9 @@ def in_group(group: str, error: Exception, values: Any) -> str:
 
 def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
     """The problem of a class that ends its process."""
-    code = 0 if ending.code is None else ending.code
     return (
-        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} during a "
-        "test call; it must return or raise an exception"
+        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code "
+        f"{ending.code or 0} during a test call; it must return or raise an exception"
     )
 
 
@@ -558,16 +561,18 @@ def build_on_meta(config: Config) -> torch.nn.Module | None:
     """The model without memory; None where its constructor computes with values, which meta tensors do not have.
 
     Raises:
-        ConfigError: it cannot be built.
+        ConfigError: it cannot be built, or is no model.
         RuntimeError: `TOO_LARGE_A_TENSOR`.
     """
     try:
         with torch.device("meta"), _NothingDrawn():
-            return build("model", config.target("model"))
+            model: torch.nn.Module = build("model", config.target("model"))
     except RuntimeError as error:
         if TOO_LARGE_A_TENSOR in str(error):
             raise
         return None
+    require_kind("model", config.model, model, torch.nn.Module)
+    return model
 
 
 class _NothingDrawn(TorchFunctionMode):

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Annotated, Any
@@ -93,7 +93,18 @@ class OfRun:
         values = config.target(group)
         if not self.trusts_code:
             require_trusted(config, (group,), self.path)
-        with kept_out.nothing_imported_from(self.path), room.watching_parameters(self._refuse_countless):
+        nbytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+        def refuse_countless(numel: int) -> None:
+            """The files have all parameters of their model: a config that makes more of them, such as a million layers,
+            is not the one they were written with."""
+            if numel > nbytes + SPARE_PARAMETERS:
+                raise ConfigError(
+                    f"{self.path} does not fit the model that its config builds, which has more parameters than the "
+                    f"files have bytes ({nbytes:,})"
+                )
+
+        with kept_out.nothing_imported_from(self.path), room.watching_parameters(refuse_countless):
             if problems := list(checks.target_problems(values, name=group)):
                 raise ConfigError(*(f"{self.path}: {line}" for line in problems))
             try:
@@ -103,24 +114,10 @@ class OfRun:
             except Exception as error:  # whatever a class makes of arguments that nobody has checked
                 raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
 
-    def _refuse_countless(self, numel: int) -> None:
-        """The files have all parameters of their model: a config that makes more of them, such as a million layers, is
-        not the one they were written with."""
-        if numel > self._nbytes + SPARE_PARAMETERS:
-            raise ConfigError(
-                f"{self.path} does not fit the model that its config builds, which has more parameters than the files "
-                f"have bytes ({self._nbytes:,})"
-            )
-
-    @cached_property
-    def _nbytes(self) -> int:
-        """Size of all its files."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-
     def on_meta(self) -> torch.nn.Module:
         """The model without memory; ConfigError where it cannot be built."""
-        model: Any = self.built("model", build_on_meta)
-        if not isinstance(model, torch.nn.Module):
+        model: torch.nn.Module | None = self.built("model", build_on_meta)
+        if model is None:
             raise ConfigError(f"model: {self.require_config().model.get('_target_')} cannot be built without memory")
         return model
 
@@ -187,10 +184,6 @@ def config_from(values: Any, path: Path) -> Config | None:
         raise ConfigError(f"{unknown}{_refusal_line(values, error)}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{unknown}{compose.first_paragraph(error)}") from None
-    for group in fields(config):
-        value, expected = getattr(config, group.name), type(getattr(Config(), group.name))
-        if not isinstance(value, expected):
-            raise ConfigError(f"{unknown}{group.name} is a {type(value).__name__}")
     if problems := checks.value_problems(config) + choice.unchosen_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config
@@ -362,11 +355,6 @@ def require_trusted(
             )
         for name, text in words.find_references(values, group):
             raise ConfigError(f"{path}: {name} is {text}, and a reference in a file is never resolved")
-
-
-def names_others(config: Config, groups: Collection[str]) -> bool:
-    """Whether a config names an unknown class, and so runs code of a user's."""
-    return not all(are_known(getattr(config, group)) for group in groups)
 
 
 def are_known(values: Any) -> bool:

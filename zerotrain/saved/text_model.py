@@ -1,7 +1,7 @@
 """A model that generates text, of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from zerotrain.files.kept_out import MAX_NBYTES, refusal, require_no_kernels
 from zerotrain.files.untrusted import read_json
 from zerotrain.run.factory import build_data
 from zerotrain.saved.saved import ONE_SET, OfRun, exported_run, has_tokenizer, opened_or_exported
-from zerotrain.training.callbacks.sample import stop_token_of
+from zerotrain.training.callbacks.sample import next_token, stop_token_of
 
 NO_LIMIT = sys.maxsize
 CHAT = "zerotrain.data.ChatDataset"
@@ -92,7 +92,9 @@ def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
     base = str(path)
     tokens = _byte_tokens() if reads_bytes else _tokenizer_tokens(base, base)
     try:
-        base = _base_of(path)
+        if not (path / "config.json").is_file():  # adapters alone name the model that they are for
+            adapters: _Adapters = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
+            base = adapters.base_model_name_or_path
         require_no_kernels(AutoConfig.from_pretrained(base, trust_remote_code=False), f"the config of {base}")
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", trust_remote_code=False, weights_only=True
@@ -109,14 +111,6 @@ def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
         max_seq_len=positions if isinstance(positions, int) and positions > 0 else NO_LIMIT,
         device=device,
     )
-
-
-def _base_of(path: Path) -> str:
-    """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
-    if (path / "config.json").is_file():
-        return str(path)
-    adapters: _Adapters = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
-    return adapters.base_model_name_or_path
 
 
 def _run_tokens(run: OfRun) -> _Tokens:
@@ -179,3 +173,61 @@ def _tokenizer_tokens(name: str, source: str) -> _Tokens:
         return tokenizer.decode(token for token in ids if token < tokenizer.vocab_size)
 
     return _Tokens(tokenizer.tokens_of, decode, stop_token_of(tokenizer))
+
+
+# The text that continues a prompt.
+
+
+CONTEXT = 8
+MAX_TOKENS_OF_CHARACTER = 4
+"""A character of UTF-8 has as many bytes at most: what is none by then will never be one."""
+
+
+@torch.no_grad()
+def continuation(
+    model: TextModel, prompt: str, *, max_tokens: int, temperature: float, top_k: int, seed: int
+) -> Iterator[str]:
+    """The model's continuation of a prompt, in pieces of whole characters as they come.
+
+    Args:
+        temperature: 0: the likeliest token is taken.
+        top_k: one of so many is drawn.
+
+    Raises:
+        ConfigError: the prompt has no token, or one that the model does not know.
+    """
+    ids = model.encode(prompt)
+    if not ids:
+        raise ConfigError("--prompt: got an empty text; it must have at least one token, such as a newline")
+    if max(ids) >= model.vocab_size:
+        raise ConfigError(f"--prompt: has token {max(ids)}, and the model knows {model.vocab_size}")
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens() -> Iterator[int]:
+        for _ in range(max_tokens):
+            context = torch.tensor([ids[-model.max_seq_len :]], device=model.device)
+            logits = model.logits(context)[0, -1].float().cpu()
+            drawn = next_token(logits, temperature=temperature, top_k=top_k, generator=generator)
+            ids.append(int(drawn))
+            if ids[-1] == model.stop_token:
+                return
+            yield ids[-1]
+
+    yield from characters(model.decode, list(ids), tokens())
+
+
+def characters(decode: Callable[[list[int]], str], prompt_ids: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens that come one by one, without what may still be a part of a character.
+
+    A tokenizer may write a token otherwise behind others, so a few of those before are decoded too.
+    """
+    ids, start = list(prompt_ids), max(0, len(prompt_ids) - CONTEXT)
+    num_printed = len(ids)
+    for token in tokens:
+        ids.append(token)
+        printed, whole = decode(ids[start:num_printed]), decode(ids[start:])
+        if not whole.endswith("\ufffd") or len(ids) - num_printed >= MAX_TOKENS_OF_CHARACTER:
+            yield whole[len(printed) :]
+            start, num_printed = max(start, num_printed - CONTEXT), len(ids)
+    if num_printed < len(ids):
+        yield decode(ids[start:])[len(decode(ids[start:num_printed])) :]

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from tests.attack.fuzz.common import require_printable
-from zerotrain.commands import evaluate, export as destination
+from zerotrain.commands import evaluate, export_folder as destination
 from zerotrain.commands.ended import ended
 from zerotrain.commands.replay import REPLAY
 from zerotrain.config.compose import save_config

@@ -114,7 +114,7 @@ FAULTS = {
     ),
     "export-looks-once": Fault(
         "new_folder",
-        Swap("_files_of_export(old, final_path=out)", "[path for path in old.rglob('*') if path.is_file()]"),
+        Swap("_require_export(old, out)", "None"),
         "--overwrite erases what came while it wrote",
         "unit/commands/test_export.py::test_a_file_that_comes_while_the_new_export_is_written_stays",
     ),

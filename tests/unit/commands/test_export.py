@@ -29,7 +29,8 @@ from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.commands.my_model import loss_of, make_model
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.verification import CheckpointTensors
-from zerotrain.commands.export import FILES, main, require_apart
+from zerotrain.commands.export import main
+from zerotrain.commands.export_folder import FILES, require_apart
 from zerotrain.saved.saved import ABOUT
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -434,13 +435,13 @@ def test_what_a_user_has_put_there_is_named_and_stays(put, name, run, tmp_path, 
 
 def test_a_file_that_comes_while_the_new_export_is_written_stays(run, tmp_path, capsys, monkeypatch) -> None:
     out = exported(run, tmp_path / "out")
-    write = zerotrain.commands.export.write_safetensors
+    write = zerotrain.commands.export_folder.write_safetensors
 
     def written(*given: object, **options: object) -> int:
         (out / "thesis.txt").write_text("years")
         return write(*given, **options)
 
-    monkeypatch.setattr(zerotrain.commands.export, "write_safetensors", written)
+    monkeypatch.setattr(zerotrain.commands.export_folder, "write_safetensors", written)
     assert f"{out}/thesis.txt was not written" in refused([str(run), "--out", str(out), "--overwrite"], capsys)
     assert sorted(contents(out)) == sorted(["model.safetensors", "thesis.txt", ABOUT])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run"]
@@ -519,14 +520,14 @@ def test_the_model_and_the_tokenizer_that_are_read_are_not_replaced(tmp_path: Pa
 
 SLOW = """
 import sys, time
-from zerotrain.commands import export
+from zerotrain.commands import export, export_folder
 from zerotrain.files.terminal import run_command
-write = export.write_safetensors
+write = export_folder.write_safetensors
 def slow(folder, *given, **options):
     write(folder, *given, **options)
     print("written", flush=True)
     time.sleep(3600)
-export.write_safetensors = slow
+export_folder.write_safetensors = slow
 run_command(export.main)
 """
 

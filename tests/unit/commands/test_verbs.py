@@ -88,9 +88,9 @@ for each in {modules!r}:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("verb", ["train", "alive", "slurm", "prepare", "tokenizer"])
-def test_a_verb_that_needs_no_torch_is_there_at_once(verb: str) -> None:
-    """A probe of a cluster asks `alive` every few seconds; torch takes one to import."""
+@pytest.mark.parametrize("verb", ["train", "generate", "export", "alive", "slurm", "prepare", "tokenizer"])
+def test_a_verb_reads_its_arguments_without_torch(verb: str) -> None:
+    """A probe of a cluster asks `alive` every few seconds; torch takes some to import, and a wrong option waits."""
     program = f"import sys, {VERBS[verb][0]}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("False\n", "")
