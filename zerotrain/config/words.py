@@ -109,7 +109,7 @@ def quote(text: str) -> str:
 _WORDS = {
     "accelerator": "launch.device",
     "no_cuda use_cpu": "launch.device=cpu",
-    "devices gpus n_gpu ngpus num_devices num_gpus num_processes world_size": "launch.nproc_per_node",
+    "devices gpus n_gpu ngpus nproc_per_node num_devices num_gpus num_processes world_size": "launch.nproc_per_node",
     "epochs max_epochs n_epochs num_train_epochs train_epochs": "train.num_epochs",
     "iterations max_iters max_iterations max_train_steps num_steps num_train_steps total_steps": "train.max_steps",
     "total_tokens train_tokens": "train.max_tokens",

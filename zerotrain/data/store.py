@@ -56,9 +56,9 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+            close(self.descriptor)  # at the end of Python the module `os` may be gone
 
 
 def _state(status: os.stat_result) -> tuple[int, int]:

@@ -319,6 +319,11 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
                 "checkpoint.resume: got auto; a rank has computed wrongly, and each checkpoint is later than the last "
                 "verified step; name the checkpoint to go on from, or give another hydra.run.dir"
             )
+    elif "://" in resume:
+        raise ConfigError(
+            "checkpoint.resume: got a URL; it must be a folder; checkpoint.mirror=URL checkpoint.resume=auto goes on "
+            "from a mirror"
+        )
     else:
         try:
             to_try = folder.candidates(Path(resume).absolute())

@@ -176,6 +176,8 @@ def _agreement(rows: Sequence[Row]) -> str:
         return "weights: no job has any"
     if len(groups) == 1:
         [(sha256, equal)] = groups.items()
+        if len(equal) == 1:
+            return f"weights: sha256 {sha256}" + (", of the only job with a result" if len(rows) > 1 else "")
         return f"weights: {len(equal)} of {len(rows)} jobs have the same sha256 {sha256}"
     parts = [f"{sha256[:SHORT_HASH]} x {len(equal)}" for sha256, equal in groups.items()]
     rest = [f"{len(parts) - MAX_GROUPS} more"] if len(parts) > MAX_GROUPS else []

@@ -530,6 +530,7 @@ def _settings_of_command(overrides: Sequence[str] | None) -> dict[str, Any]:
     for override in overrides or ():
         name, is_setting, value = override.lstrip("+~").partition("=")
         if is_setting:
+            value = value.lower() if value.lower() in ("true", "false", "null") else value  # as Hydra reads True
             settings[shortened(name, MAX_NAME)] = value
             with suppress(UntrustedFileError):
                 settings[shortened(name, MAX_NAME)] = parse_json(value, Any)

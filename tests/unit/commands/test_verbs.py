@@ -206,9 +206,10 @@ def test_an_option_that_a_verb_has_not_is_answered_with_ours(words: str, answer:
     [
         ("--zero.stage=3", ["--zero.stage=3: there is no such option; write zero.stage=3 without dashes"]),
         (
-            "zero.stage=3 --lr 4 --bf16 -m",
+            "zero.stage=3 --lr 4 --nproc_per_node=2 --bf16 -m",
             [
                 "--lr: there is no such option; zerotrain calls it optimizer.lr without dashes",
+                "--nproc_per_node=2: there is no such option; zerotrain calls it launch.nproc_per_node without dashes",
                 "--bf16: there is no such option; zerotrain calls it precision=bf16 without dashes",
             ],
         ),

@@ -259,3 +259,15 @@ def test_rows_at_random_places_bring_little_else_from_the_disk(tmp_path):
     if num_read == 0:
         pytest.skip("this file system has no disk")
     assert num_read < 4_000_000
+
+
+def test_a_file_is_closed_where_the_end_of_python_has_taken_modules_away(tmp_path, monkeypatch):
+    (tmp_path / "shard").touch()
+    opened = shards_module._OpenFile(tmp_path / "shard")
+    descriptor = opened.descriptor
+    monkeypatch.setattr(shards_module, "os", None)
+    opened.__del__()
+    del opened.descriptor
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -379,6 +379,8 @@ def test_the_newest_is_tried_first(tmp_path: Path):
 def test_one_that_was_named_must_be_there(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"checkpoint.resume: got .*/gone; .*is not there"):
         resuming.checkpoints_to_try(config_with(str(tmp_path / "gone")), tmp_path)
+    with pytest.raises(ConfigError, match=r"got a URL; .* checkpoint.mirror=URL checkpoint.resume=auto goes on from a"):
+        resuming.checkpoints_to_try(config_with("s3://name:secret@bucket/run"), tmp_path)
 
 
 def test_where_no_manifest_can_be_read_there_is_nothing_to_go_on_from(tmp_path: Path):

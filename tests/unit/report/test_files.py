@@ -195,8 +195,10 @@ def test_numbers_of_ranks_that_differ_are_a_column(tmp_path: Path):
 
 def test_weights_are_said_to_be_equal_in_full_or_are_counted(tmp_path: Path):
     write_result(tmp_path, 0)
-    write_result(tmp_path, 1)
+    assert table_of(tmp_path).splitlines()[-1] == f"weights: sha256 {'a' * 64}"
     write_result(tmp_path, 2, weights_sha256=None)
+    assert f"weights: sha256 {'a' * 64}, of the only job with a result" in table_of(tmp_path)
+    write_result(tmp_path, 1)
     assert f"weights: 2 of 3 jobs have the same sha256 {'a' * 64}" in table_of(tmp_path)
     write_result(tmp_path, 3, weights_sha256="b" * 64)
     (tmp_path / "4").mkdir()

@@ -38,6 +38,14 @@ def test_a_job_without_a_config_is_told_by_its_command_line(tmp_path: Path):
     assert (told.rows[2].status, told.rows[2]["ranks"]) == ("failed", None)
 
 
+def test_a_setting_has_one_value_however_a_command_line_writes_it(tmp_path: Path):
+    overrides = ["checkpoint.save_at_end=True", "checkpoint.best=NULL"]
+    path = write_job(tmp_path / "0", overrides) / "config.yaml"
+    path.write_text("checkpoint: {save_at_end: true, best: null}\nseed: 0\n")
+    refused(tmp_path / "1", [*overrides, "seed=-1"], "seed: got -1")
+    assert read_report(tmp_path).settings == ["seed"]
+
+
 def test_going_on_tells_no_job_from_another_and_is_in_no_command(tmp_path: Path):
     write_job(tmp_path / "0", ["seed=0"])
     write_job(tmp_path / "1", ["seed=1", "checkpoint.resume=auto"])

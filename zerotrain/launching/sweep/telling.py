@@ -214,7 +214,11 @@ class Teller:
         settings = self._sweep.varied(event.overrides)
         yield f"job {event.job}"
         if event.event == journal.BEGUN:
-            yield f"begins in {printable(event.folder, keep='')}:"
+            begun = [
+                old for old in self._sweep.journal.events() if (old.event, old.folder) == (event.event, event.folder)
+            ]
+            again = "" if begun[0] is event else " again"
+            yield f"begins{again} in {printable(event.folder, keep='')}:"
             yield printable(" ".join(settings or event.overrides), keep="")
             return
         if event.status == journal.RUNNING:

@@ -262,6 +262,9 @@ class RunCheckpoints(Callback):
         checkpoint, problems = folders.first_whole(self._policy.resume, partial(take_up, self.engine))
         if checkpoint is None:
             if problems:
+                [*_, path] = self._policy.resume
+                if len(folders.checkpoints_in(path.parent)) > len(self._policy.resume):
+                    problems.append(f"checkpoint.resume={path.parent} goes on from the newest whole one there")
                 raise CheckpointError("\n".join(problems))
             if (weights := self._policy.init_from) is not None:
                 say(self.console, *self.engine.load_weights(weights, strict=self._policy.strict).told())

@@ -57,6 +57,16 @@ def test_a_file_of_the_user_s_own_is_no_reason_to_end_and_stays(tmp_path: Path):
     assert (tmp_path / "sweep.csv").read_text() == "mine"
 
 
+def test_a_job_that_ran_in_an_earlier_sweep_of_the_folder_begins_again(tmp_path: Path, capfd: pytest.CaptureFixture):
+    say(tmp_path, "begun", 0)
+    sweep = Sweep(folder=tmp_path, start=SweepJournal(tmp_path).nbytes)
+    say(tmp_path, "begun", 0)
+    say(tmp_path, "begun", 1)
+    Teller(sweep).close()
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["job 0 begins again in 0", "job 1 begins in 1"]
+
+
 def test_a_terminal_shows_the_running_jobs_in_one_line(tmp_path: Path):
     write_job(tmp_path / "3", losses=[5.0, None, 2.31], status="stopped")
     (tmp_path / "3/config.yaml").write_text("train:\n  max_steps: 400\n")

@@ -172,6 +172,10 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     assert said.count("warning: skipped a checkpoint that cannot be loaded") == 2
     assert "step-00000012/manifest.json" in said
     assert "step-00000009/rank-00000.safetensors" in said
+    with pytest.raises(
+        CheckpointError, match=f"checkpoint.resume={path_of(first, 9).parent} goes on from the newest whole"
+    ):
+        start("third", checkpoint=going_on(first, 9)).run()
 
 
 @pytest.mark.case(
