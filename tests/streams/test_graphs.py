@@ -366,7 +366,7 @@ def changed(engine: Any, step: int, folder: Path) -> None:
         with torch.no_grad():
             engine.module.blocks[1].scale.clamp_(max=0.99)
     elif step == 17:
-        engine.max_grad_norm = engine.optimizer_step.config.max_grad_norm = 0.01
+        engine.optimizer_step.config.max_grad_norm = 0.01
         engine.param_groups[0]["weight_decay"] = 0.5
 
 

@@ -46,9 +46,13 @@ class ZeroEngine(step.Steps, usage.Usage):
         super().__init__(held, held.options.loss_scaler())
         self.module, self.world, self.precision = held.module, held.world, held.precision
         self.collectives, self.ledger = held.collectives, held.ledger
-        self.max_grad_norm = held.options.config.max_grad_norm
 
     # ---- what trains and where it lies
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The global L2 norm that gradients are clipped to, for good; None: they are not."""
+        return self.held.options.config.max_grad_norm
 
     @makes_memory
     def freeze(self, *named: str | torch.nn.Parameter) -> None:

@@ -109,3 +109,11 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage, precision, 
     results, _ = run_threads(on_a_rank, 3)
     assert [result[:3] for result in results] == [[False, True, False]] * 3
     assert results[0][3:] == [[-2.0], [-4.0]]
+
+
+def test_the_norm_to_clip_to_is_that_of_the_build():
+    """The exact sums of squares, and graphs, are made for it."""
+    engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW, max_grad_norm=1.0)
+    with pytest.raises(AttributeError, match="no setter"):
+        engine.max_grad_norm = 0.5
+    assert engine.max_grad_norm == 1.0
