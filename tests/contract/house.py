@@ -136,7 +136,7 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_660,  # aim: 28,000
+    "code lines": 31_665,  # aim: 28,000
     "code lines of the engine wing": 13_100,  # aim: 11,500
     "code lines of the run wing": 12_315,  # aim: 11,500
     "code lines of the desk wing": 6_250,  # aim: 5,000

@@ -28,7 +28,7 @@ from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Natural, is_kind, printable, value_at
+from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable, value_at
 from zerotrain.preflight.loss_trial import require_apart, require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
@@ -342,6 +342,8 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
             f"{length_given(config)}: is {math.ceil(num_sequences):,} rows, and the checkpoint to go on from has "
             f"been trained on {num_read:,}; give more"
         )
+    if step + num_steps > MAX_INT:
+        raise ConfigError(f"{length_given(config)}: is more steps than anybody can count, 2**63 or more; give fewer")
     train.max_steps = step + num_steps
 
 

@@ -735,6 +735,14 @@ def test_tokens_of_sequences_that_differ_are_refused() -> None:
         steps_of(config_with(max_tokens=100.0), rows=[0] * 8)
 
 
+@pytest.mark.parametrize("name", ["num_epochs", "max_tokens"])
+def test_a_length_without_end_is_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^train\.{name}=1e\+300: is more steps than anybody can count, 2\*\*63 or "
+    ):
+        steps_of(config_with(**{name: 1e300}))
+
+
 @pytest.mark.parametrize("wrong", [{"num_epochs": float("nan")}, {"num_epochs": -1.0}, {"micro_batch_size": 0}, {}])
 def test_what_breaks_its_rule_is_left_to_who_says_so(wrong: dict[str, Any]) -> None:
     assert steps_of(config_with(**wrong)) is None
