@@ -30,11 +30,19 @@ def test_an_exception_on_one_rank_ends_all_and_is_what_the_user_reads(launch, tm
     assert "Traceback" in log.read_text()
 
 
-@pytest.mark.parametrize("settings", [(TWO_RANKS,), ("launch.nproc_per_node=3", "zero.stage=3")], ids=["2", "3"])
+SAVING = ("launch.nproc_per_node=3", "zero.stage=3", "checkpoint.every=1", "checkpoint.asynchronous=false")
+
+
+@pytest.mark.parametrize("settings", [(TWO_RANKS,), SAVING], ids=["2", "3"])
 def test_a_killed_rank_ends_all_and_is_named_with_its_signal(launch, settings: tuple[str, ...], tmp_path: Path):
+    """If there is a checkpoint, the last line says how to go on."""
     command = launch(*MISBEHAVING, "+model.action=kill", *settings, folder=tmp_path)
     command.require_failed("rank 1 was killed by SIGKILL")
-    assert command.stderr.splitlines()[1:] == [f"  its log: {tmp_path / 'run/ranks/1.log'}"]
+    _, log, *to_go_on = command.stderr.splitlines()
+    assert log == f"  its log: {tmp_path / 'run/ranks/1.log'}"
+    wanted = [r"to go on from step-0000000[12]: python \S+ .*hydra.run.dir=run .*checkpoint.resume=auto"]
+    assert len(to_go_on) == (len(wanted) if settings == SAVING else 0)
+    assert all(re.fullmatch(each, line) for each, line in zip(wanted, to_go_on, strict=False))
 
 
 def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(torchrun, tmp_path: Path):

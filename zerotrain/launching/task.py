@@ -292,6 +292,10 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
     except Exception as error:
         failure = failure_of(error, run_dir)
         print(failure, file=sys.stderr)
+        with suppress(OSError, ZeroTrainError):  # the failure stays the last word
+            if not isinstance(failure, ConfigError) and (paths := resuming.newest_trusted(run_dir)):
+                own = (given_settings(hydra), shown_from(Path.cwd(), run_dir), RankEnvironment.read())
+                print(f"to go on from {paths[0].name}: {resuming.command_to_go_on(*own)}", file=sys.stderr)
         raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read(), read.config)
     _end_as_stopped(result, signum, read.config)
