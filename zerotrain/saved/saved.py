@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -184,6 +184,10 @@ def config_from(values: Any, path: Path) -> Config | None:
         raise ConfigError(f"{unknown}{_refusal_line(values, error)}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{unknown}{compose.first_paragraph(error)}") from None
+    for group in fields(config):
+        value, expected = getattr(config, group.name), type(getattr(Config(), group.name))
+        if not isinstance(value, expected):
+            raise ConfigError(f"{unknown}{group.name} is a {type(value).__name__}")
     if problems := checks.value_problems(config) + choice.unchosen_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config

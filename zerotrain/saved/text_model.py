@@ -92,9 +92,7 @@ def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
     base = str(path)
     tokens = _byte_tokens() if reads_bytes else _tokenizer_tokens(base, base)
     try:
-        if not (path / "config.json").is_file():  # adapters alone name the model that they are for
-            adapters: _Adapters = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
-            base = adapters.base_model_name_or_path
+        base = _base_of(path)
         require_no_kernels(AutoConfig.from_pretrained(base, trust_remote_code=False), f"the config of {base}")
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", trust_remote_code=False, weights_only=True
@@ -111,6 +109,14 @@ def _hugging_face_model(path: Path, device: torch.device) -> TextModel:
         max_seq_len=positions if isinstance(positions, int) and positions > 0 else NO_LIMIT,
         device=device,
     )
+
+
+def _base_of(path: Path) -> str:
+    """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
+    if (path / "config.json").is_file():
+        return str(path)
+    adapters: _Adapters = read_json(path / "adapter_config.json", _Adapters, max_nbytes=MAX_NBYTES)
+    return adapters.base_model_name_or_path
 
 
 def _run_tokens(run: OfRun) -> _Tokens:

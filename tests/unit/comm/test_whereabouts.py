@@ -41,7 +41,7 @@ OTHERS = [
 class Failing(Handle):
     """A collective that raises an error where it is told to."""
 
-    kind, ledger_kind = "gather", "gather"
+    kind, ledger_kind, sent_nbytes = "gather", "gather", 0
 
     def __init__(self, where: str, error: RuntimeError) -> None:
         journal = Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True)
