@@ -31,6 +31,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "jsonl": (1001079,),
     "parquet": (10, 1050027),
     "tokens.npy": (4, 11),
+    "study.db": (3000004,),
 }
 """Seeds at which there was something to mend, beside the first ones."""
 

@@ -77,8 +77,12 @@ class ScratchPool:
 
     def give_back(self, scratch: Scratch) -> None:
         """End a loan. Readers of the buffer must have been waited for."""
-        self.lent_nbytes -= scratch.storage.nbytes
+        self.hand_over(scratch)
         self._free.append(scratch)
+
+    def hand_over(self, scratch: Scratch) -> None:
+        """End a loan whose buffer the borrower keeps."""
+        self.lent_nbytes -= scratch.storage.nbytes
 
 
 class ScratchPools:

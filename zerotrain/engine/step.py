@@ -560,8 +560,10 @@ class Steps:
         for index, (inputs, weight) in enumerate(weighted):
             calls.before_each(number, index)
             require_micro_batch(inputs)
-            result = call_model(self, inputs, **({"with_outputs": True} if calls.with_outputs else {}))
-            result = result if calls.with_outputs else (result, None)
+            if calls.with_outputs:
+                result = call_model(self, inputs, with_outputs=True)
+            else:
+                result = call_model(self, inputs), None
             if not isinstance(result, tuple) or len(result) != 2:
                 kind = type(result).__name__
                 raise EngineStateError(

@@ -36,6 +36,7 @@ from zerotrain.preflight.room import (
     SMALLER_MODEL,
     Ranks,
     Room,
+    refusing_too_large,
     require_disk,
     require_folder,
 )
@@ -447,7 +448,8 @@ def check(
     model = None
     # Without the data nobody knows how many tokens the model is to have.
     if data is not None or config.model.get("vocab_size", 0) is not None:
-        model = attempt("model", factory.build_on_meta, config)
+        with refusing_too_large(config, ranks, attempt.room):
+            model = attempt("model", factory.build_on_meta, config)
     sets = attempt("data", validation_sets_of, data, config)
     batches = attempt("data", first_batches_of, data, sets, config, ranks, attempt.room)
     can_lose = attempt("loss", require_config_loss, config, model, batches)

@@ -6,8 +6,9 @@ refused if it fits.
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.disk import ScratchFile, file_system_of, lies_in_memory
 from zerotrain.offload.tier import SAMPLE_NBYTES, available_nbytes, most_of_process
+from zerotrain.sharding.plan import STAGES
 
 # The parameters of a model while its constructor still makes them.
 
@@ -143,6 +145,10 @@ def _folders(path: Path) -> tuple[Path, Path]:
     return folder, next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
 
 
+PATIENCE_S = 2.0
+"""CPU seconds: a model without room is built for so long, to know how much it would need."""
+PLANNING_S = 60.0
+"""A model is built for a plan for so long; a plan always has room for it. On a busy machine the clock runs on."""
 SMALLER_MODEL = (
     "choose a smaller model, or less of it on a machine: more machines with zero.stage=3, precision=bf16, "
     "offload.optimizer=disk"
@@ -190,3 +196,26 @@ class Room:
 
 def _in_gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 1e11 else f"{nbytes / 1e9:.3g} GB"
+
+
+def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractContextManager[None]:
+    """Inside, a model is refused if its weights alone have no room, before the last of a million layers is made: even
+    without memory that takes minutes. So is a planned one if it takes minutes."""
+    itemsize = 4 if config.precision.name == "fp32" else 2
+    may_share = any(plan.shards_parameters for plan in STAGES if STAGES.index(plan) in config.zero.stages.values())
+    num_sharing = ranks.num_ranks if may_share else 1
+    patient_until_s = time.process_time() + (PLANNING_S if config.plan.only else PATIENCE_S)
+    most_numel = getattr(room, room.device) * num_sharing / itemsize
+
+    def look(numel: int) -> None:
+        if config.plan.only and time.process_time() > patient_until_s:
+            raise ConfigError(
+                f"model: has {numel:,} parameters after {PLANNING_S:.0f} s, and is not complete; a plan "
+                "builds all of it several times: choose a smaller model"
+            )
+        if numel > most_numel and time.process_time() > patient_until_s:
+            nbytes = numel * itemsize / num_sharing
+            room.require("model", {room.device: nbytes}, ranks.num_local, "the weights", SMALLER_MODEL)
+
+    is_elsewhere = config.offload.parameters != "device" and not config.plan.only
+    return nullcontext() if is_elsewhere else watching_parameters(look)

@@ -266,7 +266,7 @@ def _set_labels(labels: list[tuple[Line, str]], y: Axis) -> None:
 MAX_CURVES, MAX_NBYTES = 40, 85_000
 """Metrics to choose from, and the most bytes of their points: a page of 200 jobs stays under 300 kB."""
 POINT_NBYTES = 4
-"""Of a point of a curve, with its share of all else."""
+"""Bytes of a point of a curve, with its share of all else."""
 NO_VALUE = 2**16 - 1
 """Stands for nan: the values of a metric are told in so many steps less one, from its least to its most."""
 

@@ -417,7 +417,11 @@ def _policy(spec: RunSpec, every_steps: int | None) -> CheckpointPolicy:
     return CheckpointPolicy(
         every_steps=every_steps,
         every_s=float(every.number) if every is not None and every.unit == "seconds" else None,
-        **{name: getattr(settings, name) for name in ("keep", "keep_every", "best", "asynchronous", "strict")},
+        keep=settings.keep,
+        keep_every=settings.keep_every,
+        best=settings.best,
+        asynchronous=settings.asynchronous,
+        strict=settings.strict,
         at_end=settings.save_at_end is not False,
         resume=[Path(path) for path in spec.resume_from],
         init_from=None if settings.init_from is None else Path(settings.init_from),

@@ -126,6 +126,7 @@ TARGETS: dict[str, Target] = {
     "result.json, how a run has ended": _of_run(runs.make_ended, "result.json", runs.read_ended, json=True),
     "refused.json": _of_run(runs.make_ended, "ranks/refused.json", runs.read_ended, json=True),
     "note of a tracker": _of_run(runs.make_note, "wandb.json", runs.read_note, json=True),
+    "study.db": _of_run(runs.make_study, "study.db", runs.read_study),
     "config.json of Hugging Face": _of_run(runs.make_auto_map, "config.json", runs.read_auto_map, json=True),
     "adapter_config.json": _of_run(
         runs.make_adapters, "adapter_config.json", runs.read_adapters, json=True, refusals=(CheckpointError, *OF_DATA)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import sqlite3
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from zerotrain.report.page import page_of
 from zerotrain.report.rows import AXES, points_over, read_curves, read_report
 from zerotrain.saved import text_model
 from zerotrain.saved.saved import config_from, require_trusted
-from zerotrain.training.callbacks import loggers as curves, stages as control
+from zerotrain.training.callbacks import early_stopping as pruning, loggers as curves, stages as control
 from zerotrain.training.callbacks.loggers import ids_in
 from zerotrain.training.callbacks.record import environment
 from zerotrain.training.result import RunResult, keep_lines, lines_of
@@ -239,6 +240,15 @@ def make_note(folder: Path) -> None:
 
 def read_note(folder: Path) -> Any:
     return ids_in(folder)
+
+
+def make_study(folder: Path) -> None:
+    sqlite3.connect(folder / "study.db").execute("create table studies (study_id integer)").connection.close()
+
+
+def read_study(folder: Path) -> Any:
+    pruning._require_sqlite(folder / "study.db")
+    return "it is one of SQLite"
 
 
 def make_auto_map(folder: Path) -> None:

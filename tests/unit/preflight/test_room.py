@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from tests.unit.configs import GPT, config
-from zerotrain.config.schema import Config, TrainConfig, ZeroGroup
+from zerotrain.config.schema import Config, PlanConfig, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.preflight import check as preflight, room as memory_room
 from zerotrain.preflight.check import SURE, require_memory
 from zerotrain.preflight.rehearsal import Links, Rehearsals
-from zerotrain.preflight.room import Ranks, Room, file_problems, in_memory, require_folder
+from zerotrain.preflight.room import Ranks, Room, file_problems, in_memory, refusing_too_large, require_folder
 from zerotrain.run import factory
 from zerotrain.settings import OffloadConfig, OffloadGroup, PrecisionGroup
 
@@ -122,6 +122,38 @@ def test_a_step_with_many_rows_is_rehearsed_and_one_with_few_is_not(precision: s
     for error in (RuntimeError("computes with values"), KeyError("meta"), AssertionError(), AttributeError("of meta")):
         require(wanted, at_rest, Ranks(1, 1), Square(fails=error))
     require(replace(wanted, train=TrainConfig(micro_batch_size=8)), at_rest, Ranks(1, 1))
+
+
+@pytest.mark.parametrize("zero", [ZeroGroup(stage=3), ZeroGroup(stage=2, schedule={5: 3})], ids=["3", "3 later"])
+def test_a_model_of_countless_layers_is_refused_while_it_is_built(zero, monkeypatch):
+    """A run that goes on may be at the later stage alone."""
+    monkeypatch.setattr(memory_room, "PATIENCE_S", 0.0)
+    wanted = config(zero=zero)
+    made: list[nn.Module] = []
+    with (
+        pytest.raises(
+            ConfigError, match=r"^model: needs more memory than there is: the weights of a rank would take 1.28e-07 GB"
+        ),
+        refusing_too_large(wanted, Ranks(2, 1), Room(100.0, gpu=0)),
+    ):
+        made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(10**6))
+    assert len(made) == 3  # of 64 bytes each, shared by two
+    with refusing_too_large(wanted, Ranks(2, 1), Room(100.0, gpu=0)):
+        for _ in range(100):
+            nn.Linear(4, 4, bias=False, device="meta")  # and dropped
+    made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(100))  # behind it nothing is counted
+
+
+def test_a_model_of_countless_layers_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "PLANNING_S", 0.0)
+    wanted, made = config(plan=PlanConfig(only=True)), list[nn.Module]()
+    with (
+        pytest.raises(
+            ConfigError, match=r"^model: has 16 parameters after 0 s, and is not complete; a plan builds all "
+        ),
+        refusing_too_large(wanted, Ranks(2, 1), Room(math.inf, math.inf)),
+    ):
+        made.extend(nn.Linear(4, 4, bias=False, device="meta") for _ in range(10**6))
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class BucketGradient:
     def leaf_alone(self) -> list[torch.Tensor]:
         """The same for its own sake, a tensor for each parameter."""
         leaf = self.close_leaf()
-        self._subtrees.pool.lent_nbytes -= leaf.storage.nbytes  # the caller keeps it
+        self._subtrees.pool.hand_over(leaf)
         return _cut(leaf, self.layout)[1]
 
     # ---- the reduction

@@ -41,7 +41,7 @@ class RecordedCall:
     """Source of its random numbers, and that generator's state before it."""
     random_state: torch.Tensor | None = None
     reads: Sequence["RefillableStorage"] = ()
-    """What it needs the values of, where it is a step of a storage."""
+    """Storages whose values it needs, if it is a step of a storage."""
     into: torch.Tensor | None = None
     """For a call that made a tensor: the tensor, to which result number `output` is copied."""
     output: int = 0

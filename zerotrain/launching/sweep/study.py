@@ -149,6 +149,15 @@ class Study:
         except (OptunaError, SQLAlchemyError) as error:
             text = str(error.__cause__ or error).partition("\n")[0]  # the rest is SQL
             raise StudyError(printable(f"hydra.sweeper.storage: {text}; the same command goes on", keep="")) from error
+        except KeyError as error:
+            try:
+                self._study._storage.get_study_id_from_name(self.name)
+            except KeyError:
+                raise StudyError(
+                    f"hydra.sweeper.storage: the study {printable(self.name, keep='')} was deleted in mid-sweep; the "
+                    "same command begins another"
+                ) from error
+            raise
 
     def ask(self, num: int) -> dict[int, tuple[str, ...]]:
         """The settings of so many further jobs, by the numbers of their trials; fewer where fewer trials are left.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
@@ -326,6 +327,10 @@ def _problems(config: DictConfig, total: int | None) -> Iterator[str]:
     ]:
         yield from refused
         return
+    for override in swept:
+        bounds = [getattr(override.value(), name, None) for name in ("start", "end", "stop", "step")]
+        if any(isinstance(bound, float) and not isfinite(bound) for bound in bounds):
+            yield f"{override.input_line}: its bounds must be finite numbers"
     if total is not None and total > MAX_JOBS and not has_study(config):
         yield f"-m: got {total:,} jobs or more; a sweep has {MAX_JOBS:,} at most; give fewer values"
     names, directions, pruner = sweep_config.objectives, sweep_config.directions, sweep_config.pruner

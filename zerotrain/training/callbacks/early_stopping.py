@@ -1,8 +1,12 @@
 """The end of a run without further progress."""
 
 import math
+import os
 import re
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
 from zerotrain.errors import ConfigError
@@ -66,6 +70,7 @@ class EarlyStopping(Callback):
 
 
 SQLITE = "sqlite:///"
+_MAGIC = b"SQLite format 3\0"
 _WAIT_S = 60
 """Seconds to wait for another writer of the file."""
 
@@ -140,8 +145,11 @@ def open_storage(url: str) -> Any:
         ImportError: Optuna is not installed.
     """
     optuna = _optuna()
-    waiting = {"connect_args": {"timeout": _WAIT_S}} if url.startswith(SQLITE) else None
+    is_file = url.startswith(SQLITE)
+    if is_file:
+        _require_sqlite(Path(url.removeprefix(SQLITE)))
     try:
+        waiting = {"connect_args": {"timeout": _WAIT_S}} if is_file else None
         return optuna.storages.RDBStorage(url, engine_kwargs=waiting)
     except Exception as error:  # of SQLAlchemy, of a driver of a database, of Optuna for a study of another version
         message = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -153,6 +161,29 @@ def open_storage(url: str) -> Any:
 def without_password(url: str) -> str:
     """An address as it may be shown."""
     return re.sub(r"://([^/@]*?):[^/@]*@", r"://\1:***@", url)
+
+
+def _require_sqlite(path: Path) -> None:
+    """SQLite would wait for a FIFO, and fail with a page of text for anything else."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with open(path, "rb", opener=untrusted.only_regular) as file:
+            header = file.read(len(_MAGIC))
+        problem = None if header in (b"", _MAGIC) else "it is no database of SQLite"
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=_WAIT_S, uri=True)) as database:
+            tables = [] if problem else [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
+        if tables and "studies" not in tables:
+            problem = f"it is a database of something else, with {untrusted.shown(tables[0])}"
+    except OSError as error:
+        problem = str(error.strerror)
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the second of a name that is no text
+        problem = untrusted.printable(str(error))
+    if problem is not None:
+        raise ConfigError(
+            f"hydra.sweeper.storage: got {path}, which cannot be read: {problem}; move it away, or give another "
+            "hydra.sweep.dir"
+        )
 
 
 def _optuna() -> Any:

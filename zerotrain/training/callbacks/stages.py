@@ -227,6 +227,8 @@ REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
 """Allowed values of each request, in words and as values."""
 ALLOWED = "stage: 0 to 3, save: now, stop: true"
 MAX_NBYTES = 2**16
+MAX_PROBLEMS = 10
+"""Problems told of one file."""
 
 
 class Control(Callback):
@@ -298,4 +300,6 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"{name}: got {shown(repr(value))}; it must be {REQUESTS[name][0]}")
         elif name != "answer":
             problems.append(f"{shown(name)}: there is no such request; there are {ALLOWED}")
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more that are wrong"]
     return requests, problems

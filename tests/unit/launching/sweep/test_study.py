@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import math
+import os
 import pickle
 import sqlite3
 import statistics
@@ -104,6 +105,8 @@ REFUSED = {
         "sweep.pruner: Target 'os.system' is blocklisted because it allows config data to control executable behavior "
     ),
     "sweep.pruner={_target_:builtins.dict}": "sweep.pruner._target_: got builtins.dict, which makes a dict; it must ",
+    "hydra.overrides.task=['optimizer.lr=interval(0,1e400)']": "optimizer.lr=interval(0,1e400): its bounds must be ",
+    "hydra.overrides.task=['seed=range(0,1e400)']": "seed=range(0,1e400): its bounds must be finite numbers",
     "sweeper=basic hydra.sweeper.params=null hydra.overrides.task=['seed=range(0,1000000000)']": (
         "-m: got 100,001 jobs or more; a sweep has 100,000 at most; give fewer values"
     ),
@@ -196,11 +199,27 @@ def make_of_another_optuna(path: Path) -> None:
         database.execute("UPDATE alembic_version SET version_num = 'v99.0.0'")
 
 
+def make_of_others(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE books (title TEXT)")
+
+
 FILES = {
-    "cut-off database": (lambda path: path.write_bytes(b"SQLite format 3\0"), "study.db, which Optuna cannot open: "),
-    "folder": (Path.mkdir, "study.db, which Optuna cannot open: OperationalError: "),
-    "text": (lambda path: path.write_text("a=1"), "study.db, which Optuna cannot open: DatabaseError: "),
-    "link to nowhere": (lambda path: path.symlink_to("/nowhere/study.db"), "study.db, which Optuna cannot open: "),
+    "database of others": (
+        make_of_others,
+        "which cannot be read: it is a database of something else, with books; move",
+    ),
+    "cut-off database": (
+        lambda path: path.write_bytes(b"SQLite format 3\0"),
+        "which cannot be read: file is not a data",
+    ),
+    "FIFO": (os.mkfifo, "study.db, which cannot be read: it is a FIFO, and must be"),
+    "folder": (Path.mkdir, "study.db, which cannot be read: "),
+    "text": (
+        lambda path: path.write_text("a=1"),
+        "study.db, which cannot be read: it is no database of SQLite; move it away",
+    ),
+    "link to nowhere": (lambda path: path.symlink_to("/nowhere/study.db"), "study.db, which cannot be read: "),
     "another direction": (make_of_maximize, "sweep.objective: got minimize final_val_loss, but the study sweep in "),
     "another Optuna": (make_of_another_optuna, "study.db, which Optuna cannot open: RuntimeError: "),
 }
@@ -377,6 +396,16 @@ def test_a_grid_goes_on_with_a_trial_that_a_user_has_queued(begin: Begin, tmp_pa
         end_job(tmp_path, number, value=1.0)
     study.tell()
     assert states_in(tmp_path) == ["COMPLETE", "COMPLETE"]
+
+
+@pytest.mark.parametrize("use", ["ask", "tell"])
+def test_a_study_that_is_deleted_in_mid_sweep_is_one_line(begin: Begin, tmp_path: Path, use: str):
+    study = begin()
+    study.ask(1)
+    optuna.delete_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
+    told = r"^hydra\.sweeper\.storage: the study sweep was deleted in mid-sweep; the same command begins another$"
+    with pytest.raises(StudyError, match=told):
+        study.ask(1) if use == "ask" else study.tell()
 
 
 class Launcher:
