@@ -204,6 +204,60 @@ class Nested(Net):
         self.blocks[0].dropout.register_forward_hook(lambda module, inputs, output: inner(output))
 
 
+class Head(nn.Module):
+    """(ROWS, WIDTH) -> (ROWS, CLASSES): with weights of its own, which it reads before and behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(CLASSES))
+        self.norm, self.proj = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.refine: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(self.norm(x * self.gain) + self.refine(x)) * self.gain.mean() + self.bias
+
+
+class Headed(Net):
+    """Its late root has modules within one another; the outer one calls a unit too, if asked to."""
+
+    def __init__(self, refines: bool = False) -> None:
+        super().__init__()
+        self.out = Head()  # type: ignore[assignment]
+        if refines:
+            block = self.blocks[1]
+            self.out.refine = lambda x: block(x)
+
+
+class FragileHead(Head):
+    """A layer of it raises an exception in its second call, which the head answers by another way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        handle = self.proj.register_forward_pre_hook(fail)
+        with expected(StopError):
+            self.proj(x)
+        handle.remove()
+        return logits + self.bias
+
+
+class Fragile(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = FragileHead()  # type: ignore[assignment]
+
+
+class RecursiveBlock(Block):
+    """Calls itself within its forward, between two uses of its own weights."""
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        inner = self(self.up(x)[:, :WIDTH], depth - 1) if depth else x
+        return x + super().forward(inner)
+
+
+class Recursive(Net):
+    block = RecursiveBlock
+
+
 class GradientPenalty(Net):
     """Returns logits, and the squared gradient of their sum at the input (WGAN-GP, R1)."""
 
@@ -402,6 +456,10 @@ CALLS = {
     "retain_graph, unannounced reads": Call(Tied, two_reduced_backwards),
     "a unit twice in one forward": Call(Repeated),
     "a unit within a unit": Call(Nested),
+    "a unit within itself": Call(Recursive),
+    "modules of the late root within one another": Call(Headed),
+    "a unit within the late root": Call(functools.partial(Headed, refines=True)),
+    "an exception that the late root answers": Call(Fragile),
     "units that are not called": Call(Skipping),
     "two forwards, one backward": Call(step=preference),
     "two forwards, two backwards": Call(step=late_backwards),

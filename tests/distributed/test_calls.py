@@ -25,6 +25,8 @@ Several losses, a backward each, the first in `no_sync` | same bits | two losses
     backward | retain_graph, both reduced; retain_graph, unannounced reads
 A unit called twice in one forward, within another unit, or not at all | same bits; at stage 3 gathered anew for
     each call | a unit twice in one forward; a unit within a unit; units that are not called
+A unit that calls itself; an output layer that has weights of its own and calls layers, or a unit | same bits | a unit
+    within itself; modules of the late root within one another; a unit within the late root
 Two forwards, one backward (preference training) | same bits; at stage 3 the backward of each holds a few units |
     two forwards, one backward
 Two forwards, then two backwards, with evaluations between | same bits | two forwards, two backwards; two forwards,
@@ -50,6 +52,7 @@ A forward without a backward | same bits as without it; at stage 3 the next call
 Generation, as long as each rank likes | same bits as without; nothing left gathered | generation
 An exception in the forward | same bits as without; memory back at rest | exception in the head's forward; exception
     in a unit's forward
+... that the model catches | same bits | an exception that the late root answers
 An exception in the backward | same bits as without; memory back at rest; the step's gradients are forgotten |
     exception in the first backward; exception within a unit's backward; exception in the last backward; exception
     under checkpoint; exception while accumulating

@@ -213,7 +213,7 @@ FAULTS = {
     ),
     "freed-within-the-outer-unit": Fault(
         "Gathers.after_forward",
-        Swap("bucket.stays_full or any(bucket in outer.buckets for outer in self._running)", "bucket.stays_full"),
+        Swap("bucket.stays_full or any(bucket in outer.buckets for outer, _ in self._running)", "bucket.stays_full"),
         "a unit that calls another of its bucket finds it freed",
         "unit/engine/schedule/test_gathers.py::test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_full",
     ),

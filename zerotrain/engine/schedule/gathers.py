@@ -7,6 +7,7 @@ on every rank, as long as all ranks call the same units.
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerotrain.comm.handles import Relayed
@@ -32,8 +33,8 @@ class Gathers:
         self.gathers_updated = self._has_refreshes or (self.plan.shards_optimizer and not self.plan.shards_parameters)
         """Whether the gathers for a forward are issued behind the update."""
         self._relayed = [handle for bucket in buckets if isinstance(handle := bucket.weights.gather, Relayed)]
-        self._running: list[LiveUnit] = []
-        """The units with their forward under way, outermost first."""
+        self._running: list[tuple[LiveUnit, nn.Module | None]] = []
+        """The units with their forward under way, outermost first, and the module called; None for the whole model."""
         self._in_backward: LiveUnit | None = None
         """The last unit that a backward has reached."""
         self._prefetch = options.zero.prefetch if self.plan.shards_parameters else 0
@@ -57,27 +58,29 @@ class Gathers:
 
     # ---- forward
 
-    def before_forward(self, unit: LiveUnit, phase: Phase) -> None:
+    def before_forward(self, unit: LiveUnit, phase: Phase, module: nn.Module | None = None) -> None:
         """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards."""
         if self.frees_after_use and phase is Phase.FORWARD:
             if self._running:
-                self._running[-1].calls_units = True
-            self._running.append(unit)
+                self._running[-1][0].calls_units = True
+            self._running.append((unit, module))
         if phase is Phase.BACKWARD:
             self.complete(unit.buckets, unit.ahead_in_backward, unit.fetched_in_backward)
         else:
             self.complete(unit.buckets, unit.ahead_in_forward, unit.fetched_in_forward)
 
-    def after_forward(self, unit: LiveUnit, phase: Phase) -> None:
+    def after_forward(self, unit: LiveUnit, phase: Phase, module: nn.Module | None = None) -> None:
         """Free what no later unit needs, unless the backward needs it at once or is under way.
 
         Nor what a unit needs that called this one and goes on (seen: of two blocks in one bucket the first called the
-        second and then read a weight on one rank alone; that rank gathered anew, and the ranks hung).
+        second and then read a weight on one rank alone; that rank gathered anew, and the ranks hung). The outer one may
+        be this unit: a block that calls itself, or a head with layers.
         """
         if self.frees_after_use and phase is Phase.FORWARD:
-            del self._running[self._running.index(unit) :]
+            while self._running and self._running.pop() != (unit, module):
+                pass  # ended by an exception that this one has caught
             for bucket in unit.last_of:
-                if not (bucket.stays_full or any(bucket in outer.buckets for outer in self._running)):
+                if not (bucket.stays_full or any(bucket in outer.buckets for outer, _ in self._running)):
                     bucket.weights.reshard()
 
     def end_forward(self, *, backward_follows: bool) -> None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -71,25 +71,20 @@ class LastGradientHook:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], arrived: Callable[[Gradients], None]) -> None:
         self._parameters = parameters
         self._arrived = arrived
-        self._handle: RemovableHandle | None = None
-        self._hang_on(parameters[0])
-
-    def _hang_on(self, parameter: torch.nn.Parameter) -> None:
-        self.remove()
-        self._handle = register_last_hook(parameter, self._fired)
+        self._handle = register_last_hook(parameters[0], self._fired)
 
     def _fired(self, _: torch.Tensor) -> None:
         gradients: Gradients = list(map(get_grad, self._parameters))
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is None:
                 if parameter.requires_grad:  # otherwise the end of the backward says what is wrong
-                    self._hang_on(parameter)
+                    self.remove()
+                    self._handle = register_last_hook(parameter, self._fired)
                 return
         self._arrived(gradients)
 
     def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+        self._handle.remove()
 
 
 def connect(engine: object, schedule: Schedule) -> weakref.finalize:
@@ -133,23 +128,21 @@ def _disconnect(
 def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
     """Announce to the schedule when a unit's modules start and end their forward and start their backward."""
 
-    ranges: list[AbstractContextManager[object]] = []
-    first_node = 0
-
-    def before_forward(*_: Any) -> None:
-        nonlocal first_node
+    def before_forward(module: torch.nn.Module, *_: Any) -> None:
         first_node = next_node()
-        schedule.before_forward(unit)
-        if profiler._is_profiler_enabled:
-            ranges.append(named_range("forward", unit.name))
-            ranges[-1].__enter__()
+        schedule.before_forward(unit, module)
+        traced = named_range("forward", unit.name) if profiler._is_profiler_enabled else nullcontext()
+        traced.__enter__()
+        schedule.calls.append((module, first_node, traced))
 
-    def after_forward(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        if ranges:
-            ranges.pop().__exit__(None, None, None)
+    def after_forward(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        called = None
+        while called is not module:  # others behind it were ended by an exception that it has caught
+            called, first_node, traced = schedule.calls.pop()
+            traced.__exit__(None, None, None)
         if schedule.plan.shards_parameters and torch.is_grad_enabled():
             _announce_backward(unit, schedule, output, first_node)
-        schedule.after_forward(unit)
+        schedule.after_forward(unit, module)
 
     handles = []
     for module in unit.modules:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -50,6 +51,9 @@ class Schedule:
             set_heap(returns=options.offload.uses_disk)
         self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
+        self.calls: list[tuple[torch.nn.Module, int, AbstractContextManager[object]]] = []
+        """Of each module of a unit with its forward under way, outermost first: its first node, and its range in a
+        trace. A checkpoint ends a recomputation by an exception: until the next backward such a module stays here."""
         self._backward = 0
         """Number of the backward under way, or of the last."""
         self._frees_graph = True
@@ -66,20 +70,20 @@ class Schedule:
         self._makes_graphs = torch.is_grad_enabled()
         self.before_forward(self.units[0])
 
-    def before_forward(self, unit: LiveUnit) -> None:
-        """A unit is called, by the model or by a recomputation in the backward."""
+    def before_forward(self, unit: LiveUnit, module: torch.nn.Module | None = None) -> None:
+        """A module of a unit is called, by the model or by a recomputation in the backward."""
         if self.phase is Phase.IDLE:
             self._refuse_idle(unit.name, "was called")
         if self.phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()
             self.reductions.close_passed(BEHIND_ALL_NODES if node is None else node._sequence_nr())
-        self.gathers.before_forward(unit, self.phase)
+        self.gathers.before_forward(unit, self.phase, module)
 
-    def after_forward(self, unit: LiveUnit) -> None:
-        """A unit has returned."""
+    def after_forward(self, unit: LiveUnit, module: torch.nn.Module) -> None:
+        """A module of a unit has returned."""
         if self.phase is Phase.FORWARD and self._makes_graphs and not torch.is_grad_enabled():
             unit.num_silent_calls += 1
-        self.gathers.after_forward(unit, self.phase)
+        self.gathers.after_forward(unit, self.phase, module)
 
     def keep(self, unit: LiveUnit) -> None:
         """The unit's backward cannot be announced in time: from now on its parameters stay from forward to backward."""
@@ -115,6 +119,7 @@ class Schedule:
 
     def begin_backward(self, backward: Backward) -> None:
         """A backward starts."""
+        self.calls.clear()
         self._frees_graph = backward.frees_graph
         self._first_new_node = 0
         self.gathers.begin_backward()

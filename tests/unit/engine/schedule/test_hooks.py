@@ -49,11 +49,12 @@ class Told:
         self.plan = SimpleNamespace(shards_parameters=True)
         self.heard: list[str] = []
         self.positions: list[tuple[int, int]] = []
+        self.calls: list[Any] = []
 
-    def before_forward(self, unit: LiveUnit) -> None:
+    def before_forward(self, unit: LiveUnit, module: nn.Module) -> None:
         self.heard.append(f"{unit.name}(")
 
-    def after_forward(self, unit: LiveUnit) -> None:
+    def after_forward(self, unit: LiveUnit, module: nn.Module) -> None:
         self.heard.append(f"){unit.name}")
 
     def before_backward(self, unit: LiveUnit, call: Any, position: int, _: torch.Tensor) -> None:
@@ -75,6 +76,32 @@ def connected(model: nn.Module, *units: str) -> tuple[Told, Owner]:
     told, owner = Told(model, *units), Owner()
     connect(owner, told)  # type: ignore[arg-type]
     return told, owner
+
+
+class Within(nn.Module):
+    """Uses its weight before its layer; the layer fails in its second call, for which the module has an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.layer(x * self.gain)
+        with pytest.raises(RuntimeError, match="shapes"):
+            self.layer(x[:, :1])
+        return inner * self.gain
+
+
+def test_a_module_around_another_of_its_unit_begins_where_it_was_called():
+    model = Within()
+    told, owner = Told(model, ""), Owner()
+    told.units[0].modules.append(model.layer)
+    connect(owner, told)  # type: ignore[arg-type]
+    before = next_node()
+    model(torch.ones(1, 2)).sum().backward()
+    assert told.heard == ["(", "(", ")", "(", ")", "<", "<"]
+    assert told.positions[0][0] == before < told.positions[1][0]
+    assert told.calls == []
 
 
 def test_forwards_and_backwards_are_told_in_order_and_backwards_with_where_they_are():
