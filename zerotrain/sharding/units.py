@@ -142,8 +142,8 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
     """The repeated blocks of a model by name, in module order, none inside another.
 
     Args:
-        patterns: module name patterns such as "blocks.*"; None finds them: the children of every ModuleList or
-            Sequential whose children with parameters are at least two and of one class.
+        patterns: module name patterns such as "blocks.*"; None finds them: the children with parameters of every
+            ModuleList with a class that comes twice among them, and of every Sequential where all are of one class.
 
     Raises:
         ConfigError: a pattern that matches no module with parameters.
@@ -173,9 +173,10 @@ def _like_children(name: str, module: torch.nn.Module, walked: WalkedModel) -> d
         return {}
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
     children = {child_name: child for child_name, child in children.items() if child_name in walked.inside}
-    if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
-        return {}
-    return children
+    num_classes = len({type(child) for child in children.values()})
+    # Blocks of two kinds may come in turn, such as attention and state space. A Sequential is mostly one block.
+    is_mixed = num_classes > 1 and isinstance(module, torch.nn.Sequential)
+    return {} if is_mixed or num_classes == len(children) else children
 
 
 def matching(parameters: Sequence[ModelParameter], pattern: str) -> list[ModelParameter]:

@@ -183,6 +183,22 @@ def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_
     assert "blocks.0" not in in_parts
 
 
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+@pytest.mark.parametrize(
+    ("classes", "in_a_list", "in_a_sequential"),
+    [("LLL", 3, 3), ("LLN", 3, 0), ("LNLN", 4, 0), ("LDLD", 2, 2), ("LN", 0, 0), ("L", 0, 0), ("LD", 0, 0)],
+)
+def test_blocks_of_a_list_are_units_if_a_class_comes_twice_and_those_of_a_sequential_if_all_are_of_one(
+    classes: str, in_a_list: int, in_a_sequential: int, kind: type[nn.Module]
+):
+    """D has no parameters."""
+    makers = {"L": lambda: nn.Linear(2, 2), "N": lambda: nn.LayerNorm(2), "D": nn.Dropout}
+    children = [makers[letter]() for letter in classes]
+    blocks = nn.ModuleList(children) if kind is nn.ModuleList else nn.Sequential(*children)
+    num_units = in_a_list if kind is nn.ModuleList else in_a_sequential
+    assert len(find_units(walk(nn.ModuleDict({"blocks": blocks})), None)) == num_units
+
+
 def test_integer_parameters_are_left_alone():
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
