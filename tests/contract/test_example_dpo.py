@@ -44,6 +44,7 @@ def plain_losses(num_steps: int) -> tuple[list[float], torch.Tensor]:
     return losses, reference
 
 
+@pytest.mark.slow
 def test_pairs_are_learnt_in_an_own_loop_as_in_plain_pytorch_and_by_the_launcher(tmp_path: Path):
     lines = EXAMPLE.read_text().splitlines()
     assert len(lines) < 80

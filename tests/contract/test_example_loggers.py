@@ -27,6 +27,7 @@ def losses_in(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
 
 
+@pytest.mark.slow
 def test_all_jobs_of_a_sweep_lie_in_one_store_of_mlflow_and_one_that_is_killed_is_one_curve(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -47,6 +47,7 @@ def commands_in(example: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_images_are_told_apart_by_a_network_with_batch_norm_and_by_a_transformer(tmp_path: Path, zygote: Zygote):
     pytest.importorskip("transformers")
     program = EXAMPLES / "image_classifier.py"

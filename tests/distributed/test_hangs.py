@@ -295,7 +295,7 @@ SLEEPING = ("+data.after=200", "train.max_steps=1000", "train.eval_every=1000")
     "A row whose reading does not end, in the rank, a thread or a process",
 )
 @pytest.mark.waits
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_that_all_read_rows_which_do_not_end_are_given_up(
     tmp_path: Path, launch: Launch, num_workers: int
 ) -> None:
@@ -316,7 +316,14 @@ def test_ranks_that_all_read_rows_which_do_not_end_are_given_up(
     "they are given up 10 s later; the last step is saved, and the run ends as stopped",
 )
 @pytest.mark.waits
-@pytest.mark.parametrize("how", [["data.num_workers=0"], ["data.num_workers=1"], ["+data.draws=false"]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param([f"data.num_workers={number}"], marks=pytest.mark.slow) for number in (0, 1)),
+        ["+data.draws=false"],
+    ],
+    ids=str,
+)
 def test_one_stop_ends_a_run_whose_rows_do_not_end_after_its_last_step(
     tmp_path: Path, launch: Launch, how: list[str]
 ) -> None:

@@ -174,7 +174,7 @@ SETTINGS: list[dict[str, Any]] = [
     "`train.verify_every` at stages 0 to 3: fp32 and bf16, several virtual ranks, micro-batches, a mesh",
     "every step is verified without a difference, and the weights have the bits of a run without it",
 )
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_verified_steps_change_no_bit_and_raise_no_false_alarm(size: int) -> None:
     faults = [Fault(stage=stage, **SETTINGS[(stage + size // 2) % 4]) for stage in range(4)]
     faults += [Fault(stage=3, **settings) for settings in SETTINGS]

@@ -192,7 +192,7 @@ def a_step(world: World, stage: int, num_blocks: int, graphs: str) -> tuple[int,
     return num_buckets, (after[0] - told).total(), after[1] - waits, (after[2] - inside).total()
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 @pytest.mark.thinned(2)
 def test_the_host_tells_as_much_for_any_number_of_buckets_and_waits_once(stage):
     few, many = (run_on_streams(lambda world, n=n: a_step(world, stage, n, "auto")).results[0] for n in (2, 8))
@@ -210,7 +210,7 @@ def another_shape(step: int, rank: int) -> list[Any]:
     return batches(step, rank, num_rows=4 if (step, rank) in ((5, 1), (8, 0), (9, 1)) else 8)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_where_one_rank_has_another_step_all_compute_it_without(stage):
     """Once, and the graph stays; twice in a row, and another is recorded."""
     without, graphed, ranks = both(stage=stage, feed=another_shape)
@@ -370,7 +370,7 @@ def changed(engine: Any, step: int, folder: Path) -> None:
         engine.param_groups[0]["weight_decay"] = 0.5
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_graph_is_forgotten_where_something_else_is_to_be_computed(size, tmp_path):
     """Of 23 steps each change costs two without; one in place of the weights costs none."""
 
@@ -460,6 +460,7 @@ PLANTED: dict[str, tuple[Planted, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name):
     fault, given = PLANTED[name]

@@ -93,6 +93,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_units_are_computed_again_without_torch_s_compiler_until_something_imports_it() -> None:
     """Each rank took 2 s and 71 MB for it, which no plan counted."""
     weights, hooked, _ = told(COMPUTED_AGAIN)

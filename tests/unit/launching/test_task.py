@@ -134,6 +134,7 @@ assert again == planned | {"memory": None, "alternatives": {}}, (again, planned)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_the_store_of_all_holds_nothing_of_what_was_planned(tmp_path: Path):
     """It held 90 MB more than the others and than it had planned, and was killed at its limit (2026-11-26)."""
     done = subprocess.run([sys.executable, "-c", CHOSEN_HERE, str(tmp_path)], capture_output=True, text=True)

@@ -350,6 +350,7 @@ def test_what_a_forward_saves_elsewhere_is_planned_to_the_byte(settings: tuple[s
     assert saved.placed_nbytes == 0
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_first_way_of_all_that_fits_at_its_best_stage(two_ranks: tuple[Config, Planner]):
     asked, planner = two_ranks
     ways = ways_beside_stages(asked, on_host=True)

@@ -276,6 +276,7 @@ class Compiled(nn.Module):
         return self.loss(hidden.mean(-1), target)
 
 
+@pytest.mark.slow
 def test_a_compiled_unit_rounds_its_arguments_and_a_compiled_loss_does_not():
     engine = engine_of(seeded(Compiled), compile=True)
     hidden, places, target = torch.rand(2, 3, 8), torch.rand(2, 3, 2), torch.full((2, 3), 1001.5)
