@@ -28,7 +28,7 @@ from zerotrain.engine.state.from_checkpoint import model_misfits
 from zerotrain.engine.state.from_weights import weight_misfits
 from zerotrain.engine.step import call_model
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import MAX_INT, Natural, is_kind, printable, value_at
+from zerotrain.files.untrusted import MAX_INT, Natural, dotted, is_kind, printable, shown, value_at
 from zerotrain.preflight.loss_trial import require_apart, require_config_loss, require_loss_over
 from zerotrain.preflight.rehearsal import Links, Rehearsal, Rehearsals
 from zerotrain.preflight.room import (
@@ -270,6 +270,11 @@ def require_weights_fit(model: nn.Module, config: Config, goes_on_from: Manifest
     setting, lines = "checkpoint.resume", list[str]()
     if goes_on_from is not None:
         lines = model_misfits(goes_on_from, model_parameters(model))
+        models = value_at(goes_on_from.content["config"], "model"), config.model
+        saved, own = (dotted({"model": settings}) for settings in models)
+        others = [f"{name}={shown(saved[name])}" for name in own if None is not own[name] != saved.get(name, own[name])]
+        if lines and others:
+            lines.insert(0, f"the checkpoint was trained with {', '.join(others)}; give that, or another checkpoint")
     elif checkpoint.init_from is not None and checkpoint.strict:
         setting, lines = "checkpoint.init_from", weight_misfits(checkpoint.init_from, model)
     if lines:

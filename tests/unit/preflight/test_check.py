@@ -396,13 +396,14 @@ def test_a_checkpoint_in_which_a_parameter_is_in_another_group_is_refused() -> N
             preflight.check(other, goes_on_from=manifest)
 
 
-def saved_by(model: torch.nn.Module) -> Manifest:
+def saved_by(model: torch.nn.Module, settings: dict[str, Any] = GPT) -> Manifest:
     others = {"trains": True, "group": None, "generation": 0, "is_updated_whole": False, "counts": {}, "tensors": {}}
     parameters = {
         name: {"names": [name], "shape": list(parameter.shape), "stride": list(parameter.stride()), **others}
         for name, parameter in model.named_parameters()
     }
-    return Manifest({"files": [], "parameters": parameters, "buffers": {}, "step": 0, "extra": {}})
+    of_run = {"files": [], "buffers": {}, "step": 0, "extra": {}, "config": {"model": settings}}
+    return Manifest({"parameters": parameters, **of_run})
 
 
 @pytest.mark.case(
@@ -431,10 +432,15 @@ def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_start
 def test_the_checkpoint_of_another_model_is_refused() -> None:
     model = factory.build("model", config().target("model"))
     preflight.check(config(), goes_on_from=saved_by(model))
-    wider = factory.build("model", GPT | {"hidden_size": 16, "num_layers": 2})
+    settings = GPT | {"hidden_size": 16, "num_layers": 2}
+    wider = factory.build("model", settings)
     with pytest.raises(ConfigError) as refused:
-        preflight.check(config(), goes_on_from=saved_by(wider))
-    surplus, *shapes, more = refused.value.problems
+        preflight.check(config(), goes_on_from=saved_by(wider, settings))
+    why, surplus, *shapes, more = refused.value.problems
+    assert why == (
+        "checkpoint.resume: the checkpoint was trained with model.num_layers=2, model.hidden_size=16; give that, or "
+        "another checkpoint"
+    )
     assert re.fullmatch(r"checkpoint.resume: the model has no blocks\.1\S+, .*", surplus)
     assert len(shapes) == 10
     of_shape = re.compile(r"checkpoint.resume: \S+ is of shape .* in it, and of shape .* in the model")
