@@ -225,6 +225,11 @@ def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str
     return modules
 
 
+_CACHES = {"past_key_values", "layer_past", "cache_params"}
+"""Arguments of the layers of Hugging Face: a forward adds its keys and values, or its state. Without an error a second
+one could also compute with twice the keys."""
+
+
 def _checkpointed(forward: Forward, name: str, unit: torch.nn.Module) -> Forward:
     owners = list(unit.modules())
 
@@ -233,9 +238,21 @@ def _checkpointed(forward: Forward, name: str, unit: torch.nn.Module) -> Forward
         return buffers.copied(), buffers
 
     # Taken now: processes of zerotrain replace it once torch is imported.
-    return functools.partial(
+    checkpointed = functools.partial(
         checkpoints.checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
     )
+
+    def call(*inputs: Any, **named_inputs: Any) -> Any:
+        for cache in _CACHES & named_inputs.keys():
+            if named_inputs[cache] is not None:
+                setting = argument("activation_checkpointing", True)
+                raise ConfigError(
+                    f"{setting}: {name} got {cache}, which its forward would fill again in the backward; build the "
+                    f"model with config.use_cache=False, or leave {setting} out"
+                )
+        return checkpointed(*inputs, **named_inputs)
+
+    return call
 
 
 class _BuffersBefore:

@@ -81,6 +81,50 @@ def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_
     assert_weights(engine, lambda: Plain(2, Energies).train(0, 1, 2))
 
 
+class KeepsKeys(nn.Module):
+    """Adds its keys to a cache, as layers of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, past_key_values: list[torch.Tensor] | None = None) -> torch.Tensor:
+        keys = self.layer(x)
+        if past_key_values is not None:
+            past_key_values.append(keys)
+            keys = torch.stack(past_key_values).sum(0)
+        return x + keys
+
+
+class Caching(nn.Module):
+    def __init__(self, use_cache: bool) -> None:
+        super().__init__()
+        self.layers, self.use_cache = nn.ModuleList([KeepsKeys(), KeepsKeys()]), use_cache
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, past_key_values=[] if self.use_cache else None)
+        return x
+
+
+def test_a_cache_that_a_unit_would_fill_again_in_the_backward_is_refused():
+    """The keys were added twice: other bits, or an error of PyTorch's about shapes."""
+    engine = zerotrain.build_engine(
+        Caching(use_cache=True), optimizer=functools.partial(torch.optim.SGD, lr=0.1), activation_checkpointing=True
+    )
+    refusal = (
+        r"activation_checkpointing=True: layers\.0 got past_key_values, .* build the model with config\.use_cache=False"
+    )
+    with pytest.raises(zerotrain.ConfigError, match=refusal):
+        engine(torch.ones(2, 8))
+    engine.module.use_cache = False
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    with torch.no_grad():
+        engine.module.use_cache = True
+        engine(torch.ones(2, 8))
+
+
 class Remembers(nn.Module):
     """Keeps numbers in buffers of all kinds: reads and writes them, in place or by another tensor. Some come to be in
     its first forward."""
