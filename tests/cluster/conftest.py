@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -39,6 +40,11 @@ def slurm() -> Iterator[str]:
         pytest.skip("slurmd starts tasks as their users: run as root")
     if missing := [name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin") is None]:
         pytest.skip(f"not installed: {', '.join(missing)}; apt-get install slurm-wlm munge")
+    for node in ("n0", "n1", "n2"):
+        try:
+            socket.getaddrinfo(node, None)
+        except OSError:
+            pytest.skip(f"{node} is no name here, where tasks are to meet; add `127.0.0.1 {node}` to /etc/hosts")
     folder = Path("/tmp") / f"zerotrain_slurm_{os.getpid()}"  # no folder that is for its owner alone
     subprocess.run([SCRIPT, "start", folder], check=True, stdin=subprocess.DEVNULL)
     yield str(folder / "slurm.conf")
