@@ -136,7 +136,7 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_754,  # aim: 28,000
+    "code lines": 31_755,  # aim: 28,000
     "code lines of the engine wing": 13_113,  # aim: 11,500
     "code lines of the run wing": 12_350,  # aim: 11,500
     "code lines of the desk wing": 6_293,  # aim: 5,000

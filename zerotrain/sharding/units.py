@@ -143,7 +143,8 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
 
     Args:
         patterns: module name patterns such as "blocks.*"; None finds them: the children with parameters of every
-            ModuleList with a class that comes twice among them, and of every Sequential where all are of one class.
+            ModuleList, or ModuleDict with numbers for keys, in which a class comes twice, and of every Sequential where
+            all are of one class.
 
     Raises:
         ConfigError: a pattern that matches no module with parameters.
@@ -167,7 +168,8 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
 
 
 def _like_children(name: str, module: torch.nn.Module, walked: WalkedModel) -> dict[str, torch.nn.Module]:
-    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+    is_numbered = isinstance(module, torch.nn.ModuleDict) and all(map(str.isdigit, module))  # as torchtitan has layers
+    if not (is_numbered or isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)):
         return {}
     if name.rpartition(".")[2] in CHOSEN_CHILDREN:
         return {}

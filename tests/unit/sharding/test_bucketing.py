@@ -183,19 +183,26 @@ def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_
     assert "blocks.0" not in in_parts
 
 
-@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential])
+CONTAINERS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
+    "list": nn.ModuleList,
+    "numbers": lambda children: nn.ModuleDict({str(number): child for number, child in enumerate(children)}),
+    "names": lambda children: nn.ModuleDict({f"head_{number}": child for number, child in enumerate(children)}),
+    "sequential": lambda children: nn.Sequential(*children),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
 @pytest.mark.parametrize(
     ("classes", "in_a_list", "in_a_sequential"),
-    [("LLL", 3, 3), ("LLN", 3, 0), ("LNLN", 4, 0), ("LDLD", 2, 2), ("LN", 0, 0), ("L", 0, 0), ("LD", 0, 0)],
+    [("LLL", 3, 3), ("LLN", 3, 0), ("LNLN", 4, 0), ("LDLD", 2, 2), ("LN", 0, 0), ("L", 0, 0), ("LD", 0, 0), ("", 0, 0)],
 )
 def test_blocks_of_a_list_are_units_if_a_class_comes_twice_and_those_of_a_sequential_if_all_are_of_one(
-    classes: str, in_a_list: int, in_a_sequential: int, kind: type[nn.Module]
+    classes: str, in_a_list: int, in_a_sequential: int, kind: str
 ):
-    """D has no parameters."""
+    """D has no parameters. A dict with numbers for keys is a list; of one with names a rank may call what it likes."""
     makers = {"L": lambda: nn.Linear(2, 2), "N": lambda: nn.LayerNorm(2), "D": nn.Dropout}
-    children = [makers[letter]() for letter in classes]
-    blocks = nn.ModuleList(children) if kind is nn.ModuleList else nn.Sequential(*children)
-    num_units = in_a_list if kind is nn.ModuleList else in_a_sequential
+    blocks = CONTAINERS[kind]([makers[letter]() for letter in classes])
+    num_units = {"sequential": in_a_sequential, "names": 0}.get(kind, in_a_list)
     assert len(find_units(walk(nn.ModuleDict({"blocks": blocks})), None)) == num_units
 
 
