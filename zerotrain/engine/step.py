@@ -85,13 +85,24 @@ def is_loss(output: Any) -> bool:
     return isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel() == 1
 
 
+def loss_in(output: Any) -> Any:
+    """The loss in what a model returns: its `loss`, or the one 0-dim tensor of a tuple. The output stays as it is if it
+    has none."""
+    if isinstance(output, Mapping):
+        return output.get("loss", output)
+    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        numbers = [item for item in output if is_loss(item) and item.dim() == 0]
+        return numbers[0] if len(numbers) == 1 else output
+    return getattr(output, "loss", output)
+
+
 def require_loss(output: Any, model: str) -> None:
     """ConfigError if a model returns no loss to an evaluation."""
     if not is_loss(output):
         shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
         raise ConfigError(
             f"model: {model}.forward returns a {type(output).__name__}{shape} for a batch in evaluation mode; let it "
-            "return the mean loss alone, a tensor of one number"
+            "return the mean loss, a tensor of one number, alone, as `loss`, or as the one number of a tuple"
         )
 
 
@@ -563,7 +574,7 @@ class Steps:
             if calls.with_outputs:
                 result = call_model(self, inputs, with_outputs=True)
             else:
-                result = call_model(self, inputs), None
+                result = loss_in(call_model(self, inputs)), None
             if not isinstance(result, tuple) or len(result) != 2:
                 kind = type(result).__name__
                 raise EngineStateError(

@@ -12,7 +12,7 @@ import torch
 
 from zerotrain.config.schema import Config
 from zerotrain.data import fetch
-from zerotrain.engine.step import call_model, is_loss, require_loss
+from zerotrain.engine.step import call_model, is_loss, loss_in, require_loss
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import printable
 from zerotrain.run import factory
@@ -176,7 +176,7 @@ def _try_loss(model: torch.nn.Module, batch: Any, config: Config) -> tuple[torch
         for parameter in built.parameters():
             if not parameter.any():  # of zeros, such as those of the last layer, all losses may be the same
                 parameter.normal_(std=0.02)
-        output = call_model(built, fetch.as_inputs(batch))  # the first call may import, and allocates
+        output = loss_in(call_model(built, fetch.as_inputs(batch)))  # the first call may import, and allocates
         start_s = time.process_time()
         call_model(built, fetch.as_inputs(batch))
         return built, int(min(NUM_TRIED, MOST_S / max(time.process_time() - start_s, 1e-9))), output
@@ -224,7 +224,7 @@ def _whole_and_parts(data: Any, config: Config, rows: Sequence[int]) -> tuple[An
 def _losses(model: torch.nn.Module, config: Config, batches: Sequence[Any]) -> list[float] | None:
     """The loss of each batch; None where they cannot be computed here."""
     with suppress(Exception), fetch.seeded("loss tried", config.seed), torch.no_grad():
-        losses = [float(call_model(model, fetch.as_inputs(batch))) for batch in batches]
+        losses = [float(loss_in(call_model(model, fetch.as_inputs(batch)))) for batch in batches]
         return losses if math.isfinite(losses[0]) else None
     return None
 

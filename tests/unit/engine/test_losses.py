@@ -1,6 +1,8 @@
 """What a loss weighs, and what a model adds to it: as in plain PyTorch at every stage. With threads as ranks."""
 
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,8 +115,9 @@ def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_w
 
 @pytest.mark.case(
     "losses",
-    "A dict for a micro-batch; a model that returns a dict or a tuple",
-    "`train_step` takes named inputs; it says that it wants the loss, which `backward` takes from anywhere",
+    "A dict for a micro-batch; a model that returns a dict, an object or a tuple",
+    "`train_step` takes named inputs, and of outputs their `loss`, or the one number of a tuple; if it finds none, it "
+    "says so, and `backward` takes a loss from anywhere",
 )
 def test_train_step_takes_named_inputs_and_weights_in_a_tensor():
     ids, labels = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
@@ -126,19 +129,50 @@ def test_train_step_takes_named_inputs_and_weights_in_a_tensor():
     assert norms[0] == norms[1] > 0
 
 
-class GivesADict(Labelled):
+class Gives(Labelled):
+    """A model whose outputs have others beside the loss."""
+
+    def __init__(self, outputs: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__("torch's")
+        self.outputs = outputs
+
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        return {"loss": super().forward(ids, labels)}
+        return self.outputs(super().forward(ids, labels))
 
 
-@pytest.mark.case("losses", "A dict for a micro-batch; a model that returns a dict or a tuple")
+LOGITS = torch.zeros(2, 6, 7)
+WITH_LOSS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "alone": lambda loss: loss,
+    "in a dict": lambda loss: {"logits": LOGITS, "loss": loss, "z_loss": loss * 2},
+    "in an object": lambda loss: SimpleNamespace(loss=loss, z_loss=loss * 2),
+    "first": lambda loss: (loss, LOGITS, None),
+    "last": lambda loss: (LOGITS, loss),
+    "beside one row of one number": lambda loss: [torch.zeros(1), loss],
+}
+
+
+@pytest.mark.case("losses", "A dict for a micro-batch; a model that returns a dict, an object or a tuple")
+@pytest.mark.parametrize("where", WITH_LOSS)
+def test_train_step_takes_the_loss_out_of_what_a_model_returns(where: str):
+    ids, labels = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
+    hashes = []
+    for outputs in (WITH_LOSS["alone"], WITH_LOSS[where]):
+        torch.manual_seed(0)
+        engine = zerotrain.build_engine(Gives(outputs), optimizer=SGD)
+        engine.train_step([(ids, labels)])
+        hashes.append(engine.weights_sha256())
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.case("losses", "A dict for a micro-batch; a model that returns a dict, an object or a tuple")
 def test_what_train_step_cannot_take_is_said():
     ids = torch.randint(7, (2, 6))
     engine = zerotrain.build_engine(Labelled("torch's"), optimizer=SGD)
     with pytest.raises(zerotrain.EngineStateError, match=r"got a tensor for a micro-batch; give it as a sequence"):
         engine.train_step((ids, ids))
-    engine = zerotrain.build_engine(GivesADict("torch's"), optimizer=SGD)
-    with pytest.raises(zerotrain.EngineStateError, match="backward got a dict; give it the loss"):
-        engine.train_step([(ids, ids)])
-    engine.backward(engine(ids, ids)["loss"])
-    assert engine.step().grad_norm > 0
+    for kind, outputs in (("dict", lambda loss: {"error": loss}), ("tuple", lambda loss: (loss, {}, loss * 2))):
+        engine = zerotrain.build_engine(Gives(outputs), optimizer=SGD)
+        with pytest.raises(zerotrain.EngineStateError, match=f"backward got a {kind}; give it the loss"):
+            engine.train_step([(ids, ids)])
+        engine.backward(engine(ids, ids)["error" if kind == "dict" else 0])
+        assert engine.step().grad_norm > 0

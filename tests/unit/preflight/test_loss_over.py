@@ -122,13 +122,19 @@ def test_rows_of_classes_in_turn_are_not_all_of_one(monkeypatch) -> None:
         preflight.check(config_of("labels", KINDS["labels"], "auto"))
 
 
-@pytest.mark.parametrize(("model", "kind"), [(losses.WithLogits, "tuple"), (losses.LogitsAlone, "Tensor of shape")])
+@pytest.mark.parametrize(("model", "kind"), [(losses.TwoNumbers, "tuple"), (losses.LogitsAlone, "Tensor of shape")])
 def test_a_model_that_gives_an_evaluation_no_loss_is_refused(model, kind, monkeypatch) -> None:
     settings = config_of("labels", Kind(model, losses.ragged), "auto")
-    with pytest.raises(ConfigError, match=f"^model: {model.__name__}.forward returns a {kind}.* the mean loss alone"):
+    with pytest.raises(ConfigError, match=f"^model: {model.__name__}.forward returns a {kind}.* the mean loss, "):
         preflight.check(settings)
     monkeypatch.setitem(settings.data, "validates", False)
     preflight.check(settings)
+
+
+def test_a_loss_beside_outputs_is_tried_as_one_alone() -> None:
+    preflight.check(config_of("labels", Kind(losses.WithLogits, losses.ragged), "auto"))
+    with pytest.raises(ConfigError, match=r"train\.loss_over: got rows; .* train\.loss_over=labels fits"):
+        preflight.check(config_of("rows", Kind(losses.WithLogits, losses.ragged), "rows"))
 
 
 def test_a_model_of_zerotrain_or_a_large_one_is_not_built_for_it(monkeypatch) -> None:

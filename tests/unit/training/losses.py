@@ -118,16 +118,25 @@ class Narrow(Tagger):
 
 
 class WithLogits(Tagger):
-    """Returns its loss beside its logits; in evaluation mode the logits alone, where there are no `pairs`."""
-
-    pairs = True
+    """Returns its loss beside its logits."""
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
-        return (super().loss(logits, labels), logits) if self.pairs or self.training else logits
+        return logits, super().loss(logits, labels)
 
 
-class LogitsAlone(WithLogits):
-    pairs = False
+class TwoNumbers(Tagger):
+    """Returns its loss beside a part of it."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss = super().loss(logits, labels)
+        return loss, loss / 2
+
+
+class LogitsAlone(Tagger):
+    """Returns its logits in evaluation mode."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return super().loss(logits, labels) if self.training else logits
 
 
 class Drawing(Tagger):

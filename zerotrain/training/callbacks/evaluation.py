@@ -15,7 +15,7 @@ from zerotrain.data.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.engine.step import call_model, require_loss
+from zerotrain.engine.step import call_model, loss_in, require_loss
 from zerotrain.files.untrusted import printable
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.metrics.metric import Metric, MetricStates
@@ -225,7 +225,7 @@ def evaluate_all(
             if gives_both:
                 loss, outputs = call_model(engine, fetch.as_inputs(batch), with_outputs=True)
             else:
-                loss, outputs = call_model(engine, fetch.as_inputs(batch)), None
+                loss, outputs = loss_in(call_model(engine, fetch.as_inputs(batch))), None
             require_loss(loss, type(engine.module).__name__)
             if measured.needs_outputs and not gives_both:
                 outputs = call_model(engine, fetch.without_targets(batch, targets))
