@@ -104,7 +104,7 @@ class BucketReduction:
             squares, self._squares = self._squares, None
             if squares is None:
                 squares = block_squares(self.shard, exact=exact or self.has_exact_norm)
-            # The squares are divided, and not their digits: numbers of another size would be cut at other bits.
+            # Unscale the squares before they are cut: the cut depends on their size.
             return squares if loss_scale == 1.0 else squares.div_(loss_scale**2)
 
     def reduced(self) -> torch.Tensor:
