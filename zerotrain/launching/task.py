@@ -296,7 +296,7 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
             if not isinstance(failure, ConfigError) and (paths := resuming.newest_trusted(run_dir)):
                 own = (given_settings(hydra), shown_from(Path.cwd(), run_dir), RankEnvironment.read())
                 print(f"to go on from {paths[0].name}: {resuming.command_to_go_on(*own)}", file=sys.stderr)
-        raise SystemExit(_code_of(failure)) from error
+        raise SystemExit(exits.of_failure(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read(), read.config)
     _end_as_stopped(result, signum, read.config)
     return result.final_val_loss
@@ -383,10 +383,6 @@ def _end_as_stopped(result: RunResult, signum: int, config: Config | None) -> No
         raise SystemExit(exits.STOPPED if is_waited_for else exits.COMPLETED)
 
 
-def _code_of(error: Exception) -> int:
-    return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
-
-
 def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
     """Whether torchrun has started this process: to it each exit code but 0 is a failure, and its own is 1 then."""
     return ranks is not None and ranks.starter == "torchrun"
@@ -430,7 +426,7 @@ def _run(
             job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
+            write_refusal(run_dir, overrides, str(error), exits.of_failure(error), is_hidden=_is_of_torchrun(ranks))
         raise
     folder = shown_from(Path.cwd(), run_dir)
     if result is not None:
@@ -499,7 +495,7 @@ def run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     try:
         job_exchange(ranks).prepare_data(job)
     except ZeroTrainError as error:
-        write_ending(job, ranks.world_size, status="failed", error=str(error))
+        write_ending(job, ranks.world_size, status="failed", error=str(error), code=exits.of_failure(error))
         raise
     return run_here(job, ranks)
 
@@ -520,7 +516,7 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[RunResult, int]:
     except Exception as error:
         cause = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(attempts.job, num_ranks, status="failed", error=cause)
+            write_ending(attempts.job, num_ranks, status="failed", error=cause, code=exits.of_failure(error))
         raise
     except (KeyboardInterrupt, SystemExit) as ending:
         code = code_of(ending) if isinstance(ending, SystemExit) else exits.of_signal(signal.SIGINT)
