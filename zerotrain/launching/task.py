@@ -351,8 +351,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
 def failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     """An error as the user is told it."""
     is_full = name_full_disk(error, run_dir)
-    text = printable(f"{type(error).__name__}: {error}")
-    failure = error if isinstance(error, ZeroTrainError) else RunError(text)
+    failure = error if isinstance(error, ZeroTrainError) else RunError(printable(f"{type(error).__name__}: {error}"))
     # An error in a user's class needs its place in the code; a lack of memory or disk has none.
     if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
         print(printable("".join(traceback.format_exception(error)), MAX_TRACEBACK), file=sys.stderr)

@@ -355,8 +355,7 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         return
     with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, or none of ours is there
-            file = stack.enter_context(open_lock(job.ranks_dir / "ending.lock"))
-            lock(file, wait=True)
+            lock(stack.enter_context(open_lock(job.ranks_dir / "ending.lock")), wait=True)
         failure = first_failure(job.ranks_dir)
         was_stopped = failure is None or failure.stopped_by is not None
         error = None if failure is None else failure.as_error(job.ranks_dir)
