@@ -294,10 +294,10 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
         print(failure, file=sys.stderr)
         with suppress(OSError, ZeroTrainError):  # the failure stays the last word
             if not isinstance(failure, ConfigError) and (paths := resuming.newest_trusted(run_dir)):
-                own = (given_settings(hydra), shown_from(Path.cwd(), run_dir), RankEnvironment.read())
+                own = (given_settings(hydra), shown_from(Path(hydra.runtime.cwd), run_dir), RankEnvironment.read())
                 print(f"to go on from {paths[0].name}: {resuming.command_to_go_on(*own)}", file=sys.stderr)
         raise SystemExit(exits.of_failure(failure)) from error
-    print_ending(result, run_dir, Path.cwd(), RankEnvironment.read(), read.config)
+    print_ending(result, run_dir, Path(hydra.runtime.cwd), RankEnvironment.read(), read.config)
     _end_as_stopped(result, signum, read.config)
     return result.final_val_loss
 
@@ -342,7 +342,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
     if result is not None:
         value = member.end(result.body())
         if result.stopped_by is not None:
-            print_place(result, shown_from(Path.cwd(), place.run_dir))
+            print_place(result, shown_from(Path(hydra.runtime.cwd), place.run_dir))
         _end_as_stopped(result, signum, read.config)
     member.require_hope()
     return value
@@ -427,7 +427,7 @@ def _run(
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error), exits.of_failure(error), is_hidden=_is_of_torchrun(ranks))
         raise
-    folder = shown_from(Path.cwd(), run_dir)
+    folder = shown_from(Path(HydraConfig.get().runtime.cwd), run_dir)
     if result is not None:
         print(f"{folder} holds this run already, and it is completed; nothing is changed", flush=True)
         return result, 0
@@ -482,7 +482,7 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     else:
         print(chosen.why)
         chosen.write(run_dir, raw)
-    print(f"plan: {shown_from(Path.cwd(), run_dir) / PLAN_NAME}", flush=True)
+    print(f"plan: {shown_from(Path(HydraConfig.get().runtime.cwd), run_dir) / PLAN_NAME}", flush=True)
     return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
 
 

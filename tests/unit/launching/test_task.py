@@ -63,6 +63,14 @@ def test_a_run_that_fits_is_planned_and_nothing_of_it_starts(zygote: Zygote, tmp
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"plan.json", ".lock", ".hydra", "launch.log"}
 
 
+def test_a_folder_is_shown_from_where_the_user_is_also_if_hydra_changes_to_it(zygote: Zygote, tmp_path: Path):
+    """It was ".", and the command to go on by began another run where the user was (2026-11-29)."""
+    done = plan(zygote, tmp_path, "hydra.job.chdir=true", "plan.memory_gb=4")
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == "plan: run/plan.json"
+
+
 def test_a_run_that_does_not_fit_is_an_exit_code_of_its_own(zygote: Zygote, tmp_path: Path):
     done = plan(zygote, tmp_path, "plan.memory_gb=0.00001")
 
