@@ -91,8 +91,7 @@ def train_tokenizer(data: dict[str, Any], out: Path, vocab_size: int, max_mb: fl
             show_progress=False,
         )
         model.train_from_iterator(texts(), trainer=trainer)
-        whole = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END_OF_TEXT)
-        whole.save_pretrained(out)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END_OF_TEXT).save_pretrained(out)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError((str(error).splitlines() or [type(error).__name__])[0]) from error
     settings = (f"data.path={data.get('path') or 'null'}", f"data.tokenizer={out}", "data.vocab_size=null")

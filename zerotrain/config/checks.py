@@ -109,10 +109,10 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
         values: an open group, `{"_target_": "package.Class", argument: value, ...}`.
         name: its name in the config, for the messages.
     """
-    if not isinstance(values.get("_target_"), str):
-        yield f"{name}._target_: got {word(values.get('_target_'))}; it must be the import path of a class or function"
+    path = values.get("_target_")
+    if not isinstance(path, str) or ":" in path:  # a form that pkgutil knows, and Hydra does not
+        yield f"{name}._target_: got {word(path)}; it must be the import path of a class or function: module.Class"
         return
-    path = values["_target_"]
     try:
         target = pkgutil.resolve_name(path)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported

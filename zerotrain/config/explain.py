@@ -180,14 +180,14 @@ def _line(override: str | None, error: Exception, keys: list[str], folders: Sequ
         return _line_of_file(path, group, override, cause, keys)
     if isinstance(cause, errors.GrammarParseError):
         return f"{override}: ${{ begins a reference and needs a }} to close it; write \\${{ for the characters ${{"
-    key, got, is_inner = _innermost(override, cause) or (key, got, False)
+    key, got = _innermost(override, cause) or (key, got)
     if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
         outer = override.partition("=")[0]
         if must_be(outer, got) is not None:  # a dict, which Hydra merges into one that is there, but for new names
             return (
                 f"{outer}: has a value already, and the two would be merged; {outer}=null before it removes that value"
             )
-        may_be_added = key.startswith((*OPEN_GROUPS, CALLBACKS)) and (is_inner or key.count(".") > 1)
+        may_be_added = key.startswith(tuple(f"{group}." for group in (*OPEN_GROUPS, CALLBACKS)))
         adding = f"; +{key}=... adds it" if may_be_added else ""
         is_own = key.startswith((f"{CALLBACKS}.", "optimizer.groups."))  # whose names are the user's
         meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, keys)
@@ -255,8 +255,8 @@ def _line_of_file(path: Path, group: str, override: str, cause: Exception, keys:
     return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_paragraph(cause)}'}"
 
 
-def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | None:
-    """(key, value, True) of the exception's setting, inside the {...} of an override."""
+def _innermost(override: str, cause: BaseException) -> tuple[str, str] | None:
+    """(key, value) of the exception's setting, inside the {...} of an override."""
     [parsed] = OverridesParser.create().parse_overrides([override])
     key, value = parsed.key_or_group, parsed.value()
     inner = str(getattr(cause, "full_key", ""))
@@ -264,7 +264,7 @@ def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | N
         return None
     for part in inner.removeprefix(f"{key}.").split("."):
         value = value.get(part, "") if isinstance(value, dict) else ""
-    return inner, str(value), True
+    return inner, str(value)
 
 
 def _override_at_fault(error: Exception, overrides: list[str], compose: Compose) -> str | None:

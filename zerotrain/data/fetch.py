@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from operator import getitem
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -420,23 +421,21 @@ def fetch_rows(
         RowError: the dataset or collate raised an exception, which is its cause; or a token is not known.
     """
     if collate is None and hasattr(dataset, "rows"):
-        with _naming_rows(name, rows, epochs, step, "cannot be read"):
-            batch = dataset.rows(list(rows))
+        batch = _naming_rows(name, rows, epochs, step, "cannot be read", lambda: dataset.rows(list(rows)))
     else:
         with _restoring_generators(draws(dataset, collate)) as seed_by:
             items = []
             for row, epoch in zip(rows, epochs, strict=True):
-                with _naming_rows(name, [row], [epoch], step, "cannot be read"):
-                    seed_by("row", seed, epoch, row)
-                    items.append(dataset[row])
-            with _naming_rows(name, rows, epochs, step, "cannot be collated into a batch"):
-                seed_by("batch", seed, *epochs, *rows)
-                batch = (collate or default_collate)(items)
+                seed_by("row", seed, epoch, row)
+                items.append(_naming_rows(name, [row], [epoch], step, "cannot be read", partial(getitem, dataset, row)))
+            seed_by("batch", seed, *epochs, *rows)
+            put_together = partial(collate or default_collate, items)
+            batch = _naming_rows(name, rows, epochs, step, "cannot be collated into a batch", put_together)
     if vocab_size is not None and (unknown := unknown_token(batch, vocab_size)) is not None:
         item, token = unknown
         at = slice(item, item + 1) if item < len(rows) else slice(None)
-        with _naming_rows(name, rows[at], epochs[at], step, "cannot be trained on"):
-            raise ValueError(f"the token {token} is not among the model's, 0 to {vocab_size - 1}")
+        problem = f"ValueError: the token {token} is not among the model's, 0 to {vocab_size - 1}"
+        raise RowError(f"{place_of(name, rows[at], epochs[at], step)} cannot be trained on: {problem}")
     if (place := PLACE.get()) is not None:
         place.end()
     return batch
@@ -459,12 +458,15 @@ def seeded(*place: object) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _naming_rows(name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str) -> Iterator[None]:
+def _naming_rows(
+    name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str, read: Callable[[], Any]
+) -> Any:
+    """What a call of a user's class returns. As a context manager this would let its StopIteration through, which ends
+    a step of several micro-batches behind the first of them."""
     if (place := PLACE.get()) is not None:
         place.begin(*(rows[0], epochs[0]) if len(rows) == 1 else (-1, -1), step)
     try:
-        yield
+        return read()
     except (Exception, SystemExit) as error:  # whatever a user's class raises
         place_text = place_of(name, rows, epochs, step)
         raise RowError(f"{place_text} {what}: {type(error).__name__}: {error}") from error

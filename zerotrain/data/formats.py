@@ -306,8 +306,8 @@ _KINDS = {
     b"{\\rtf": FileKind("an RTF file", _AS_TEXT),
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": FileKind("an old Office file", _AS_TEXT),
 }
-_UTF_16 = FileKind("text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8")
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": 32, b"\0\0\xfe\xff": 32, b"\xff\xfe": 16, b"\xfe\xff": 16}
+"""The bits of a unit, by the beginning of a file; UTF-32's little-endian one begins with UTF-16's."""
 
 
 def kind_of(beginning: bytes, *, is_named_text: bool = False) -> FileKind | None:
@@ -317,8 +317,9 @@ def kind_of(beginning: bytes, *, is_named_text: bool = False) -> FileKind | None
         beginning: its first bytes, 512 or more to know a tar archive.
         is_named_text: whether it is read as text: then an encoding with other bytes is a kind too.
     """
-    if is_named_text and beginning.startswith(_BYTE_ORDER_MARKS):
-        return _UTF_16
+    for mark, bits in _BYTE_ORDER_MARKS.items() if is_named_text else ():
+        if beginning.startswith(mark):
+            return FileKind(f"text in UTF-{bits}", f"write it in UTF-8: iconv -f UTF-{bits} -t UTF-8")
     if _is_tar(beginning):
         return _TAR
     # save_to_disk() may have written it: the sign of a message, and the length of its schema.

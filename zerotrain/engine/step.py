@@ -583,12 +583,12 @@ class Steps:
             loss, outputs = result
             if calls.after_each is not None:
                 with torch.no_grad():
-                    calls.after_each(number, index, loss.detach(), outputs)
+                    calls.after_each(number, index, loss.detach().squeeze(), outputs)
             del result, outputs
             with nullcontext() if index == len(weighted) - 1 else self.no_sync():
                 self.backward(loss, weight=weight)
             if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
-                total += weight * loss.detach().float()
+                total += weight * loss.detach().squeeze().float()
             del loss
         return total
 

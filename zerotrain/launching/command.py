@@ -193,7 +193,7 @@ def run_as_rank(lead: Callable[[], int], ranks: RankEnvironment) -> int:
     except ZeroTrainError as error:
         if ranks.local_rank == 0 or not isinstance(error, ConfigError):
             print(error, file=sys.stderr)
-        return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+        return exits.of_failure(error)
     except KeyboardInterrupt:
         return exits.of_signal(signal.SIGINT)
     if ranks.rank == 0:
@@ -238,7 +238,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         code = terminal.code_of(ending)
     except ZeroTrainError as error:
         print(error, file=sys.stderr)
-        code = exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+        code = exits.of_failure(error)
     except Exception as error:  # jobs raise nothing else
         problems = problems_with(error, conf)
         of_disk = [str(error)] if isinstance(error, OSError) else []

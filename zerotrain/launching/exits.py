@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from zerotrain.errors import ConfigError
+
 # Exit codes.
 
 
@@ -32,6 +34,11 @@ def of_error(error: BaseException) -> int:
     broken."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return FAILED if isinstance(cause, OSError) and cause.errno in _OF_DISK else CONFIG_PROBLEM
+
+
+def of_failure(error: BaseException | None) -> int:
+    """The exit code of a run that an error has ended: nobody tries again where a setting was refused."""
+    return CONFIG_PROBLEM if isinstance(error, ConfigError) else FAILED
 
 
 def of_signal(signum: int) -> int:

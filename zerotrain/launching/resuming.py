@@ -470,8 +470,7 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
     text = str(run_dir)
     if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
         text = quote(text)
-    rest = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
-    return [f"hydra.run.dir={text}", *rest]
+    return [f"hydra.run.dir={text}", *(other for other in arguments if not other.startswith("hydra.run.dir="))]
 
 
 def _config_options(arguments: list[str]) -> list[str]:

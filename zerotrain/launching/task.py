@@ -294,10 +294,10 @@ def run_job(composed: DictConfig) -> float | list[float] | None:
         print(failure, file=sys.stderr)
         with suppress(OSError, ZeroTrainError):  # the failure stays the last word
             if not isinstance(failure, ConfigError) and (paths := resuming.newest_trusted(run_dir)):
-                own = (given_settings(hydra), shown_from(Path.cwd(), run_dir), RankEnvironment.read())
+                own = (given_settings(hydra), shown_from(Path(hydra.runtime.cwd), run_dir), RankEnvironment.read())
                 print(f"to go on from {paths[0].name}: {resuming.command_to_go_on(*own)}", file=sys.stderr)
-        raise SystemExit(_code_of(failure)) from error
-    print_ending(result, run_dir, Path.cwd(), RankEnvironment.read(), read.config)
+        raise SystemExit(exits.of_failure(failure)) from error
+    print_ending(result, run_dir, Path(hydra.runtime.cwd), RankEnvironment.read(), read.config)
     _end_as_stopped(result, signum, read.config)
     return result.final_val_loss
 
@@ -342,7 +342,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
     if result is not None:
         value = member.end(result.body())
         if result.stopped_by is not None:
-            print_place(result, shown_from(Path.cwd(), place.run_dir))
+            print_place(result, shown_from(Path(hydra.runtime.cwd), place.run_dir))
         _end_as_stopped(result, signum, read.config)
     member.require_hope()
     return value
@@ -351,8 +351,7 @@ def _run_in_sweep(composed: DictConfig, hydra_dir: Path, hydra: Any) -> float | 
 def failure_of(error: Exception, run_dir: Path) -> ZeroTrainError:
     """An error as the user is told it."""
     is_full = name_full_disk(error, run_dir)
-    text = printable(f"{type(error).__name__}: {error}")
-    failure = error if isinstance(error, ZeroTrainError) else RunError(text)
+    failure = error if isinstance(error, ZeroTrainError) else RunError(printable(f"{type(error).__name__}: {error}"))
     # An error in a user's class needs its place in the code; a lack of memory or disk has none.
     if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
         print(printable("".join(traceback.format_exception(error)), MAX_TRACEBACK), file=sys.stderr)
@@ -381,10 +380,6 @@ def _end_as_stopped(result: RunResult, signum: int, config: Config | None) -> No
         # After 0, torchrun waits up to 300 s for the ranks of other hosts, and the signal itself may have ended them.
         is_waited_for = signum and ranks.local_world_size < ranks.world_size
         raise SystemExit(exits.STOPPED if is_waited_for else exits.COMPLETED)
-
-
-def _code_of(error: Exception) -> int:
-    return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
 
 
 def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
@@ -430,9 +425,9 @@ def _run(
             job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
+            write_refusal(run_dir, overrides, str(error), exits.of_failure(error), is_hidden=_is_of_torchrun(ranks))
         raise
-    folder = shown_from(Path.cwd(), run_dir)
+    folder = shown_from(Path(HydraConfig.get().runtime.cwd), run_dir)
     if result is not None:
         print(f"{folder} holds this run already, and it is completed; nothing is changed", flush=True)
         return result, 0
@@ -487,7 +482,7 @@ def _plan(read: ReadConfig, run_dir: Path) -> int:
     else:
         print(chosen.why)
         chosen.write(run_dir, raw)
-    print(f"plan: {shown_from(Path.cwd(), run_dir) / PLAN_NAME}", flush=True)
+    print(f"plan: {shown_from(Path(HydraConfig.get().runtime.cwd), run_dir) / PLAN_NAME}", flush=True)
     return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
 
 
@@ -499,7 +494,7 @@ def run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     try:
         job_exchange(ranks).prepare_data(job)
     except ZeroTrainError as error:
-        write_ending(job, ranks.world_size, status="failed", error=str(error))
+        write_ending(job, ranks.world_size, status="failed", error=str(error), code=exits.of_failure(error))
         raise
     return run_here(job, ranks)
 
@@ -520,7 +515,7 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[RunResult, int]:
     except Exception as error:
         cause = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(attempts.job, num_ranks, status="failed", error=cause)
+            write_ending(attempts.job, num_ranks, status="failed", error=cause, code=exits.of_failure(error))
         raise
     except (KeyboardInterrupt, SystemExit) as ending:
         code = code_of(ending) if isinstance(ending, SystemExit) else exits.of_signal(signal.SIGINT)

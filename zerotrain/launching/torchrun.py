@@ -304,7 +304,7 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
                     os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start its ranks again
         # Torchrun takes the first process to end for the root cause: let the rank of the cause go first.
         wait_s = _PEER_HEAD_START_S if Failure.from_error(error, ranks.rank).from_peers else 0.0
-        _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
+        _end(settle, wait_s, exits.of_failure(error))
 
 
 def _remove_folder(job: Job) -> None:
@@ -355,11 +355,11 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         return
     with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, or none of ours is there
-            file = stack.enter_context(open_lock(job.ranks_dir / "ending.lock"))
-            lock(file, wait=True)
+            lock(stack.enter_context(open_lock(job.ranks_dir / "ending.lock")), wait=True)
         failure = first_failure(job.ranks_dir)
         was_stopped = failure is None or failure.stopped_by is not None
-        cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
+        error = None if failure is None else failure.as_error(job.ranks_dir)
+        cause = "stopped by a signal" if error is None else str(error)
         # Each of several hosts has a torchrun of its own, and a terminal.
         by_host = ranks.starter == "torchrun" and ranks.local_world_size < ranks.world_size
         cause_path = job.ranks_dir / (f"ending.{ranks.rank - ranks.local_rank}.txt" if by_host else "ending.txt")
@@ -367,9 +367,8 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
             print(cause, file=terminal, flush=True)
         with suppress(OSError):  # a full disk, which may be the cause
             name = "SIGTERM" if failure is None or failure.stopped_by is None else failure.stopped_by
-            code = exits.of_signal(signal.Signals[name]) if was_stopped else exits.FAILED
-            status = "stopped" if was_stopped else "failed"
-            write_ending(job, ranks.world_size, status=status, error=cause, code=code)
+            code = exits.of_signal(signal.Signals[name]) if was_stopped else exits.of_failure(error)
+            write_ending(job, ranks.world_size, status="stopped" if was_stopped else "failed", error=cause, code=code)
 
 
 def _is_new(cause: str, path: Path, is_own: bool) -> bool:

@@ -20,6 +20,7 @@ from zerotrain.config import compose, words
 from zerotrain.config.checks import HYDRA_KEYS, SETS as SETS_OF
 from zerotrain.config.schema import Config, SweepConfig
 from zerotrain.data import fetch
+from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
 from zerotrain.device.kinds import device_of
 from zerotrain.engine import ZeroEngine
@@ -52,6 +53,8 @@ NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or
 NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
+POSITION = (checkpoints.OF_TRAINER, "run", "data")
+"""Where the extra of a checkpoint has the run's position in its data."""
 LARGE_NUMEL = 2**20
 """A step is rehearsed if a micro-batch has this many elements or more."""
 SURE = 0.8
@@ -99,8 +102,7 @@ def first_batches_of(
     """The first items of each of `SETS` and of further sets, as batches of one, by their names in messages; of no
     validation there are none. A ConfigError where the rows of a step have no room."""
     if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
-        of_a_step = config.train.micro_batch_size * config.train.gradient_accumulation_steps
-        num_rows = min(len(data.train), of_a_step)
+        num_rows = min(len(data.train), config.train.micro_batch_size * config.train.gradient_accumulation_steps)
         nbytes = {"host": float(num_rows * length * torch.int64.itemsize)}
         room.require("data", nbytes, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
     datasets = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
@@ -308,6 +310,13 @@ def require_enough(data: Any, config: Config) -> None:
         )
 
 
+def require_same_rows(config: Config, data: Any, fingerprint: Mapping[str, Any], position: Mapping[str, Any]) -> None:
+    """Check that a run that goes on reads the rows of the saved one, at its position; the ranks do too. A ValueError
+    with what differs."""
+    sampler = partial(GlobalBatchSampler, micro_batch_size=1, num_micro_batches=1, rank=0, num_ranks=1)
+    sampler(num_sequences=len(data.train), seed=config.seed, fingerprint=fingerprint).load_state_dict(position)
+
+
 # The length of a run in steps, from its epochs or tokens.
 
 
@@ -340,7 +349,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     if goes_on_from is not None:
         step = goes_on_from.step
         # The extra of a user's own loop may be anything; the ranks refuse to go on from it.
-        entry = value_at(goes_on_from.content["extra"], checkpoints.OF_TRAINER, "run", "data", "rows_consumed")
+        entry = value_at(goes_on_from.content["extra"], *POSITION, "rows_consumed")
         num_read = int(entry) if is_kind(entry, Natural) else step * batch_size
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
     if num_steps < 0:
@@ -389,8 +398,7 @@ class ConfigTrial:
             with words.words_of_config():
                 return attempted(*needed, **options)
         except ConfigError as error:
-            prefix = f"{error.about}: " if error.about else ""
-            self.problems += [prefix + problem for problem in error.problems]
+            self.problems += [f"{error.about}: {line}" if error.about else line for line in error.problems]
         except fetch.RowError as error:
             # The error of the user's class or function, and its place in the user's code.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -465,7 +473,11 @@ def check(
     attempt("data", require_fit, None if batches and not can_lose else model, data, batches)
     fingerprint = row = None
     if batches is not None:
-        fingerprint = attempt("data", fetch.fingerprint_of, data, config.seed, sets, like=like)
+        position = None if goes_on_from is None else value_at(goes_on_from.content["extra"], *POSITION)
+        # Of another form, which the ranks refuse, it is of a user's own loop.
+        position = position if isinstance(saved := value_at(position, "fingerprint"), dict) else None
+        fingerprint = attempt("data", fetch.fingerprint_of, data, config.seed, sets, like=like or (position and saved))
+        attempt("data", require_same_rows, config, data, fingerprint, position)
         row = batches["data.train"][0]
         attempt("train", require_enough, data, config)
         attempt("train", require_prompts, data, config)

@@ -249,8 +249,7 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
         is_tight, fits = plan.memory.is_tight(stage_plan), plan.memory.fits(stage_plan)
         table.add_row(str(stage), *cells, "tight" if is_tight else "yes" if fits else "no")
     console.print(table)
-    bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])
-    for line in (*bars, *_lines(plan, config)):
+    for line in (*_bars(plan, MARKS[-1 if console.options.ascii_only else 0]), *_lines(plan, config)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -100,8 +100,7 @@ class RehearsedFactory:
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """See `OptimizerFactory`."""
-        is_real = not all(tensor.is_meta for group in groups for tensor in group["params"])
-        if is_real:
+        if not all(tensor.is_meta for group in groups for tensor in group["params"]):
             return self._factory(groups)
         if self._footprint is None or str(groups[0].get("name")).startswith(WHOLE):
             with suppress(Exception):

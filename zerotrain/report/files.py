@@ -65,12 +65,11 @@ def csv_of(report: Report) -> bytes:
 
 def json_of(report: Report) -> bytes:
     """The same rows as objects, the groups of equal weights, and the spread over seeds."""
-    best = report.ranked[0].job if report.ranked else None
     content = {
         "report": "zerotrain",
         "title": report.title,
         "loss": report.loss,
-        "best": best,
+        "best": report.ranked[0].job if report.ranked else None,
         "settings": report.settings,
         "counts": report.counts,
         "weights": {sha256: [row.job for row in rows] for sha256, rows in equal_weights(report.rows).items()},

@@ -343,8 +343,7 @@ class Report:
         """Jobs are compared by this column: the objective, or a loss."""
         if self.objective is not None and any(row[self.objective] is not None for row in self.rows):
             return self.objective
-        has_val = any(row["final_val_loss"] is not None for row in self.rows)
-        return "final_val_loss" if has_val else "final_train_loss"
+        return "final_val_loss" if any(row["final_val_loss"] is not None for row in self.rows) else "final_train_loss"
 
     @property
     def loss_name(self) -> str:

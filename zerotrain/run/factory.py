@@ -23,6 +23,7 @@ from zerotrain.config.schema import VALIDATION_FRACTION, Config, Rhythm, TrainCo
 from zerotrain.config.words import find_references, word, words_of_config
 from zerotrain.data.fetch import fetch_rows, seeded
 from zerotrain.engine import WHOLE, OptimizerFactory, ParamGroups, ZeroEngine, assemble_engine
+from zerotrain.engine.state.from_checkpoint import misfits
 from zerotrain.errors import ConfigError, noting, raise_noted
 from zerotrain.files.untrusted import Natural, printable, value_at
 from zerotrain.settings import EngineConfig, OffloadConfig, problems_in, value_of
@@ -186,12 +187,14 @@ def require_optimizer(engine: ZeroEngine, device: torch.device | None, goes_on_f
         goes_on_from: of the checkpoint that is tried first.
 
     Raises:
-        ConfigError: they cannot, or a parameter is in another group in the checkpoint.
+        ConfigError: they cannot, or the checkpoint is of other groups or optimizers.
     """
     if device is not None:
         engine.held.groups.probe_on(device)
     if goes_on_from is not None:
         _require_same(goes_on_from, engine.held.groups)
+        if lines := misfits(goes_on_from, engine.held.holdings):
+            raise ConfigError(*(f"checkpoint.resume: {line}" for line in lines))
 
 
 def _require_same(manifest: Manifest, groups: ParamGroups) -> None:

@@ -213,8 +213,7 @@ def continuation(
         for _ in range(max_tokens):
             context = torch.tensor([ids[-model.max_seq_len :]], device=model.device)
             logits = model.logits(context)[0, -1].float().cpu()
-            drawn = next_token(logits, temperature=temperature, top_k=top_k, generator=generator)
-            ids.append(int(drawn))
+            ids.append(int(next_token(logits, temperature=temperature, top_k=top_k, generator=generator)))
             if ids[-1] == model.stop_token:
                 return
             yield ids[-1]

@@ -418,6 +418,7 @@ SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1}
         (MLP, None),
         (MLP | {"_target_": "zerotrain.models.MPL"}, "._target_: got zerotrain.models.MPL; zerotrain.models has no "
          "MPL; did you mean MLP?"),
+        (MLP | {"_target_": "zerotrain.models:MLP"}, "._target_: got zerotrain.models:MLP; it must be the import pa"),
         (MLP | {"_target_": "zerotrian.models.MLP"}, "._target_: got zerotrian.models.MLP; there is no module zerotri"),
         (MLP | {"hiden_size": 3}, ".hiden_size: zerotrain.models.MLP takes no such argument; did you mean hidden_siz"),
         (MLP | {"zzz": 3}, ".zzz: zerotrain.models.MLP takes no such argument; leave it out with ~model.zzz"),

@@ -75,6 +75,7 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
             "model={_target_:torch.nn.Linear,in_features:3}",
             "model.in_features: there is no such setting; +model.in_features=... adds it",
         ),
+        ("optimizer.amsgrad=true", "optimizer.amsgrad: there is no such setting; +optimizer.amsgrad=... adds it"),
         (
             "callbacks.early_stopping.patience=2",
             "callbacks.early_stopping.patience: there is no such setting; callbacks=early_stopping brings that",

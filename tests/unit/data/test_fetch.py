@@ -50,6 +50,13 @@ class Bad(Noisy):
         return torch.zeros(row)
 
 
+class Ended:
+    """Rows of an iterator that has fewer."""
+
+    def __getitem__(self, row: int) -> int:
+        return next(iter(()))
+
+
 class Whole:
     """Gives whole batches, as our own datasets do."""
 
@@ -120,8 +127,9 @@ def test_what_collate_draws_depends_on_the_rows_of_its_batch() -> None:
         (Bad(), [1, 2], None, "rows 1, 2 (epochs 2, 3, step 5) cannot be collated into a batch: Runt", RuntimeError),
         (Noisy(), [4], itemgetter(1), "row 4 (epoch 2, step 5) cannot be collated into a batch: Index", IndexError),
         (Whole(), [1, 200], None, "rows 1, 200 (epochs 2, 3, step 5) cannot be read: IndexError: row", IndexError),
+        (Ended(), [7], None, "row 7 (epoch 2, step 5) cannot be read: StopIteration: ", StopIteration),
     ],
-    ids=["item", "shapes", "collate", "whole batch"],
+    ids=["item", "shapes", "collate", "whole batch", "an iterator that has ended"],
 )
 def test_an_exception_says_row_epoch_and_step_and_keeps_its_cause(
     dataset: Any, rows: list[int], collate: Callable[..., Any] | None, message: str, cause: type

@@ -179,6 +179,17 @@ def test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_tracebac
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.case("data: Order, position and loading", "An exception in a dataset, in a thread or a process")
+@pytest.mark.parametrize("how", READERS.values(), ids=READERS)
+def test_an_iterator_that_ends_within_a_dataset_cuts_no_step_short(how: dict[str, Any]) -> None:
+    """A step of two micro-batches was trained on the first alone, and the next was without any (2026-11-29)."""
+    row = rank_rows(sampler(), 0)[-1]
+    with loader(Items(lambda read: next(iter(())) if read == row else None), **how) as steps:
+        said = rf"data.train: row {row} \(epoch 0, step 1\) cannot be read: StopIteration: $"
+        with pytest.raises(RowError, match=said):
+            steps.next_step()
+
+
 def kill_own_process(row: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

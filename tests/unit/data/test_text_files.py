@@ -369,7 +369,8 @@ KINDS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a.pdf": (lambda: b"%PDF-1.7\n" + TEXT.encode(), "a PDF file; write its text to"),
     "a.db": (lambda: b"SQLite format 3\0" + bytes(600), "an SQLite database; write its text to"),
     "a.pkl": (lambda: pickle.dumps([TEXT]), "a pickle; write its text to"),
-    "wide.txt": (lambda: TEXT.encode("utf-16"), "text in UTF-16; write it in UTF-8"),
+    "wide.txt": (lambda: TEXT.encode("utf-16"), "text in UTF-16; write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
+    "wider.txt": (lambda: TEXT.encode("utf-32"), "text in UTF-32; write it in UTF-8: iconv -f UTF-32 -t UTF-8"),
     "tokens.bin": (lambda: np.arange(300, 2300, dtype="<u4").tobytes(), "binary: of its first 8,000 bytes"),
 }
 
@@ -391,7 +392,8 @@ def test_what_is_no_text_is_refused_by_name_and_left_out_of_folders_with_what_to
     (tmp_path / "texts/b.txt").write_text(TEXT)
     dataset = TextDataset(str(tmp_path / "texts"), seq_len=8, cache_dir=str(tmp_path / "cache"))
     assert dataset.store.read(0, dataset.store.tokens).tobytes() == TEXT.encode()
-    kind = {"tokens.bin": "", "wide.txt": ": text in UTF-16"}.get(name, ": a")
+    kinds = {"tokens.bin": "", "wide.txt": ": text in UTF-16", "wider.txt": ": text in UTF-32"}
+    kind = kinds.get(name, ": a")
     assert f"{tmp_path / 'texts'}: reads 1 files (1 .txt); leaves out 1 binary{kind}" in capfd.readouterr().err
 
 

@@ -129,6 +129,24 @@ def test_train_step_takes_named_inputs_and_weights_in_a_tensor():
     assert norms[0] == norms[1] > 0
 
 
+class GivesAList(Labelled):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, labels).reshape(1)
+
+
+@pytest.mark.case("losses", "A loss of shape (1,), as `nn.DataParallel` has it", "same bits as of shape ()")
+def test_train_step_takes_a_loss_of_one_number_in_a_list():
+    ids, labels = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
+    got, seen = [], []
+    for kind in (Labelled, GivesAList):
+        torch.manual_seed(0)
+        engine = zerotrain.build_engine(kind("torch's"), optimizer=SGD)
+        result = engine.train_step([(ids, labels)] * 2, after_each=lambda *args: seen.append(args[2].shape))
+        got.append((result.loss, result.mean_loss, engine.weights_sha256()))
+    assert got[0] == got[1]
+    assert set(seen) == {()}
+
+
 class Gives(Labelled):
     """A model whose outputs have others beside the loss."""
 

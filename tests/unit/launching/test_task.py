@@ -10,7 +10,9 @@ import pytest
 
 from tests.zygote.client import Ending, Zygote
 from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.errors import ConfigError
 from zerotrain.launching import task
+from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job
 from zerotrain.launching.task import device_for, print_ending
 from zerotrain.training.result import RunResult
@@ -59,6 +61,14 @@ def test_a_run_that_fits_is_planned_and_nothing_of_it_starts(zygote: Zygote, tmp
     whole, shard = told["stages"]["0"], told["stages"]["3"]
     assert shard["parameters"] < whole["parameters"] / 3
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"plan.json", ".lock", ".hydra", "launch.log"}
+
+
+def test_a_folder_is_shown_from_where_the_user_is_also_if_hydra_changes_to_it(zygote: Zygote, tmp_path: Path):
+    """It was ".", and the command to go on by began another run where the user was (2026-11-29)."""
+    done = plan(zygote, tmp_path, "hydra.job.chdir=true", "plan.memory_gb=4")
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == "plan: run/plan.json"
 
 
 def test_a_run_that_does_not_fit_is_an_exit_code_of_its_own(zygote: Zygote, tmp_path: Path):
@@ -157,6 +167,20 @@ def test_a_signal_behind_the_result_of_a_run_leaves_it_completed(tmp_path: Path,
     result, stop = task._run_spawned(Job(config=Config(), run_dir=tmp_path, overrides=[]), 2)
     assert (result.status, result.steps, stop) == ("completed", 9, signum)
     assert RunResult.read(tmp_path / "result.json") == result
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("seed: 0 there, 7 here"), 2), (RunError("rank 1 died"), 1)])
+def test_the_result_of_a_run_has_the_exit_code_with_which_its_ranks_end_it(tmp_path: Path, monkeypatch, error, code):
+    """It had 1 where a rank had refused a setting, and `zerotrain ended` let a script try again (2026-11-29)."""
+
+    def fail(attempts: object, num_ranks: int) -> int:
+        raise error
+
+    monkeypatch.setattr(task, "run_ranks", fail)
+    with pytest.raises(type(error)):
+        task._run_spawned(Job(config=Config(), run_dir=tmp_path, overrides=[]), 2)
+    result = RunResult.read(tmp_path / "result.json")
+    assert (result.status, result.error, result.exit_code) == ("failed", str(error), code)
 
 
 def ending(

@@ -1,5 +1,6 @@
 """What ranks that torchrun has started tell each other, and how one ends if its job does not complete."""
 
+import io
 import sys
 import threading
 import time
@@ -14,9 +15,11 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import exits, torchrun
+from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
 from zerotrain.launching.resuming import with_run_dir
 from zerotrain.launching.torchrun import JobExchange, prepare_everywhere
+from zerotrain.training.result import RunResult
 
 # Machines without a common folder: each prepares its data before the ranks meet, and all wait for it.
 
@@ -187,3 +190,19 @@ def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others_and_it
 def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(exchange, monkeypatch):
     monkeypatch.setattr(torchrun, "_HEARING_S", 0.2)
     exchange(0).withdraw(exits.CONFIG_PROBLEM)
+
+
+# The end of a rank, and of its job.
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("seed: 0 there, 7 here"), 2), (OSError("lost"), 1)])
+def test_the_result_of_a_job_has_the_exit_code_of_the_first_failure(tmp_path: Path, error, code):
+    """It had 1 where a rank had refused a setting, and torchrun's own code tells no more (2026-11-29)."""
+    job, terminal = Job(config=Config(), run_dir=tmp_path, overrides=[]), io.StringIO()
+    job.ranks_dir.mkdir()
+    Failure.from_error(error, rank=1).write(job.ranks_dir)
+    torchrun._settle(job, RankEnvironment(0, 2, 0, 2), terminal)
+    result = RunResult.read(tmp_path / "result.json")
+    assert (result.status, result.exit_code) == ("failed", code)
+    assert result.error is not None
+    assert str(error) in result.error == terminal.getvalue().removesuffix("\n")

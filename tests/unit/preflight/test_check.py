@@ -17,6 +17,7 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import World
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
+from zerotrain.data.batches import ORDER_VERSION
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
 from zerotrain.preflight import check as preflight
@@ -384,7 +385,7 @@ def test_a_checkpoint_in_which_a_parameter_is_in_another_group_is_refused() -> N
     manifest = saved_by(model)
     names = ["matrices", "others", "head", "added later"]
     manifest.content["config"] = {"optimizer": {"groups": {"head": {}}}}
-    manifest.content["groups"] = [{"hyperparameters": {"name": name}} for name in names]
+    manifest.content["groups"] = [{"hyperparameters": {"name": name}, "optimizer": "AdamW"} for name in names]
     for name, parameter in model.named_parameters():
         manifest.parameters[name].group = 2 if name == "wte.weight" else int(parameter.ndim < 2)
     manifest.parameters["ln_f.bias"].group = 3
@@ -402,7 +403,8 @@ def saved_by(model: torch.nn.Module, settings: dict[str, Any] = GPT) -> Manifest
         name: {"names": [name], "shape": list(parameter.shape), "stride": list(parameter.stride()), **others}
         for name, parameter in model.named_parameters()
     }
-    of_run = {"files": [], "buffers": {}, "step": 0, "extra": {}, "config": {"model": settings}}
+    groups = [{"hyperparameters": {"name": name}, "optimizer": "AdamW"} for name in ("matrices", "others")]
+    of_run = {"files": [], "buffers": {}, "groups": groups, "step": 0, "extra": {}, "config": {"model": settings}}
     return Manifest({"parameters": parameters, **of_run})
 
 
@@ -427,6 +429,33 @@ def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_start
     )
     preflight.check(config(checkpoint=CheckpointConfig(init_from=path, strict=False)))
     preflight.check(config(checkpoint=CheckpointConfig(init_from=path)), goes_on_from=saved_by(model))
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused_before_any_rank_starts() -> None:
+    """Its ranks refused it, and then named the same command to go on with (2026-11-29)."""
+    model = factory.build("model", config().target("model"))
+    sgd = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 1e-3}
+    said = "^checkpoint.resume: its optimizer is AdamW, AdamW, and the engine's SGD, SGD; keep the optimizer, or "
+    with pytest.raises(ConfigError, match=said):
+        preflight.check(config(optimizer=sgd), goes_on_from=saved_by(model))
+    whole, said = config(optimizer=ADAMW | {"whole_tensor": True}), "^checkpoint.resume: its parameter groups are "
+    with pytest.raises(ConfigError, match=said):
+        preflight.check(whole, goes_on_from=saved_by(model))
+
+
+def test_the_checkpoint_of_a_run_that_read_other_rows_is_refused_before_any_rank_starts() -> None:
+    model = factory.build("model", config().target("model"))
+    fingerprint = preflight.check(config())
+    rows = {"rows_consumed": 8, "seed": 0, "order_version": ORDER_VERSION, "fingerprint": fingerprint}
+    manifest = saved_by(model)
+    manifest.content["extra"] = {"trainer": {"run": {"data": rows}}}
+    assert preflight.check(config(), goes_on_from=manifest) == fingerprint
+    said = "^data: the saved run read other rows, so this one cannot go on at its row 8: seed: 0 there, 7 here; "
+    with pytest.raises(ConfigError, match=said):
+        preflight.check(config(seed=7), goes_on_from=manifest)
+    for of_an_own_loop in ("text", {"rows_consumed": 8}, {**rows, "fingerprint": "text"}):
+        manifest.content["extra"] = {"trainer": {"run": {"data": of_an_own_loop}}}
+        preflight.check(config(), goes_on_from=manifest)  # the ranks refuse it
 
 
 def test_the_checkpoint_of_another_model_is_refused() -> None:

@@ -27,6 +27,9 @@ from zerotrain.sharding.units import ManagedParameter, ModelParameter
 # The check for a checkpoint of this model and this optimizer; placement, precision, buckets may be others.
 
 
+_KEEP = "keep the optimizer, or take the weights alone (engine.load_weights, checkpoint.init_from)"
+
+
 def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
     """The misfits, a line for each; the same on every rank, and nothing is changed."""
     own, values = holdings.parameters, buffers(holdings.model, holdings.buckets)
@@ -69,9 +72,9 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
     saved_names = [group["hyperparameters"]["name"] for group in saved]
     kinds, saved_kinds = groups.kinds, [group["optimizer"] for group in saved]
     if saved_names[: len(names)] != names:
-        yield f"its parameter groups are {saved_names}, and the engine's {names}"
+        yield f"its parameter groups are {saved_names}, and the engine's {names}; {_KEEP}"
     elif saved_kinds[: len(kinds)] != kinds:
-        yield f"its optimizer is {', '.join(map(shown, saved_kinds))}, and the engine's {', '.join(kinds)}"
+        yield f"its optimizer is {', '.join(map(shown, saved_kinds))}, and the engine's {', '.join(kinds)}; {_KEEP}"
     else:
         for group, saved_group in zip(groups.hyperparameters, saved, strict=False):
             settings = saved_group["hyperparameters"]
