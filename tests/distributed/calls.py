@@ -268,6 +268,15 @@ class GradientPenalty(Net):
         return logits.square().mean() + 0.1 * gradient.square().sum()
 
 
+class Forces(Net):
+    """Returns the gradient of the sum of its logits at the input alone, as models of forces do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return gradient
+
+
 class Tied(Net):
     """Reads the weight of a layer it does not call."""
 
@@ -476,6 +485,7 @@ CALLS = {
     "outputs that cannot be looked into": Call(InShells),
     "outputs handed on": Call(PassingOn),
     "gradient penalty": Call(GradientPenalty, loss_from_model),
+    "gradients alone, two forwards": Call(Forces, preference),
     "forward without backward": Call(aside=forward_only, rests=False),
     "a part evaluated": Call(aside=part_evaluated),
     "generation": Call(aside=generation),

@@ -133,8 +133,10 @@ class Schedule:
         is_aside = position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
         if self.phase is not Phase.BACKWARD or is_aside:
             self._refuse_idle(unit.name, "was reached by a backward")
-            # Or one within a forward. A backward through its result reads the weights without a hook.
+            # Or one within a forward. A backward through its result reads the weights without a hook, and may come when
+            # the output is gone, and with it the hooks that hold the call. (Seen: forces of two forwards.)
             self.keep(unit)
+            unit.add_call(call, is_held=False)
             self.gathers.complete(unit.buckets)
             return
         call.reached_in = unit.reached_in = self._backward
