@@ -334,6 +334,23 @@ def preference(engine: Any, step: int, rank: int) -> None:
     engine.backward(-F.logsigmoid(chosen - rejected).mean())
 
 
+def checkpointed_calls(engine: Any, step: int, rank: int) -> None:
+    """Two forwards that are computed again as a whole, with an ordinary one between them."""
+    first, last = (checkpoint(engine, inputs(step, rank, part), use_reentrant=False) for part in (0, 1))
+    between = engine(inputs(step, rank, 2))
+    engine.backward((first * between * last).square().mean())
+
+
+def evaluation_in_backward(engine: Any, step: int, rank: int) -> None:
+    def evaluate(*_: Any) -> None:
+        with torch.no_grad():
+            engine(inputs(step, rank, 5))
+
+    handle = engine.module.blocks[1].register_full_backward_hook(evaluate)
+    ordinary(engine, step, rank)
+    handle.remove()
+
+
 def two_losses_at_once(engine: Any, step: int, rank: int) -> None:
     outputs = engine(inputs(step, rank))
     engine.backward(F.cross_entropy(outputs["logits"], labels(step, rank)) + 0.1 * outputs["length"].mean())
@@ -478,6 +495,8 @@ CALLS = {
     "checkpoint, reentrant": Call(functools.partial(Checkpointed, use_reentrant=True)),
     "checkpoint within a unit": Call(functools.partial(CheckpointedInside, use_reentrant=False)),
     "checkpoint within a unit, reentrant": Call(functools.partial(CheckpointedInside, use_reentrant=True)),
+    "checkpoint around the engine": Call(step=checkpointed_calls),
+    "evaluation in a backward": Call(step=evaluation_in_backward),
     "checkpoint, two forwards": Call(functools.partial(Checkpointed, use_reentrant=False), preference),
     "auxiliary loss": Call(Routed, loss_from_model),
     "auxiliary loss after the output": Call(RoutedLate, loss_from_model),

@@ -38,6 +38,8 @@ Parts of the model alone | same bits, inside `with engine.forward_scope()`; outs
 torch's `checkpoint` called by the model, around units, with dropout | same bits, `use_reentrant` true and false |
     checkpoint; checkpoint, reentrant
 ... within a unit | same bits, true and false | checkpoint within a unit; checkpoint within a unit, reentrant
+... around calls of the engine, or an evaluation in a hook of the backward | same bits; at stage 3 what it gathers
+    stays full for that backward | checkpoint around the engine; evaluation in a backward
 ... and two forwards, one backward | same bits with `use_reentrant=False`; with true refused | checkpoint, two
     forwards
 A loss kept in an attribute of a unit (mixture of experts) | same bits; at stage 3 a unit that computes it after its

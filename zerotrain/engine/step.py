@@ -253,9 +253,11 @@ class Steps:
         self.require_ready()
         in_step, backward_follows = self.held.ledger.in_step, torch.is_grad_enabled()
         self.held.ledger.in_step = backward_follows
+        within_backward = self.held.schedule.phase in (Phase.BACKWARD, Phase.RECOMPUTATION)
+        phase = Phase.RECOMPUTATION if within_backward else Phase.FORWARD
         returned = False
         try:
-            with self._phase(Phase.FORWARD):
+            with self._phase(phase):
                 self.held.schedule.begin_forward()
                 yield
                 returned = True
@@ -263,7 +265,8 @@ class Steps:
             require_one_dtype(self.held.module, self.held.precision, error)
             raise
         finally:
-            self.held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
+            if phase is Phase.FORWARD:
+                self.held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
             self.held.ledger.in_step = backward_follows or in_step
 
     @outside_graphs
