@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from numbers import Integral
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -288,7 +289,7 @@ class Steps:
         self.held.schedule.require_unchanged()
         if self.held.average is not None:
             self.held.average.require_out_of_use("engine.backward was called")
-        require_graph(loss, self.held.first_node)
+        require_graph(loss, self.held.first_nodes.get(get_ident(), 0))
         counts = not weighs_nothing(weight)
         factor, scaled = weight * self.loss_scale, loss
         if not (isinstance(factor, float) and factor == 1.0):
