@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zerotrain.comm.handles import Relayed
-from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Backward
 from zerotrain.engine.buckets.norm import StepSquares
@@ -38,7 +38,7 @@ class Reductions:
             does not end with it, so it is reduced when it is complete, or at the end.
     """
 
-    def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[TrainedBucket, list[LiveUnit]]) -> None:
+    def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[Bucket, list[LiveUnit]]) -> None:
         self.trained = trained
         self.squares = StepSquares()
         """Squares of the gradients reduced by the last completing backward: of every bucket, once it is finished."""
@@ -107,8 +107,6 @@ class Reductions:
         Args:
             going: that bucket, if it may go.
         """
-        if not self._under_way.reduces:
-            return
         while self._waiting and not self._open_segments[self._waiting[0]]:
             if self._waiting[0] is not going and not self.may_go(self._waiting[0]):
                 break
@@ -125,9 +123,7 @@ class Reductions:
         Args:
             within: only buckets that no other units need.
         """
-        if not self._under_way.reduces:
-            return
-        while self._waiting and self._is_passed(self._waiting[0], position):
+        while self._waiting and self.is_passed(self._waiting[0], position):
             if within is not None and not within.issuperset(self._units_of[self._waiting[0]]):
                 return
             self._close(self._waiting[0])
@@ -191,18 +187,14 @@ class Reductions:
         """Whether a complete bucket may be reduced and freed at once: every rank closes it before the next gathers."""
         if not self._units_of.get(bucket):
             return True
-        return self._reached is not None and self._is_passed(bucket, self._position, self._reached)
+        return self._reached is not None and self.is_passed(bucket, self._position, self._reached)
 
-    def _is_passed(self, bucket: TrainedBucket, position: int, leaving: LiveUnit | None = None) -> bool:
+    def is_passed(self, bucket: Bucket, position: int, leaving: LiveUnit | None = None) -> bool:
         """Whether no gradient of a bucket will come any more, or none once the backward has left the unit `leaving`."""
         units = self._units_of.get(bucket)
         if not units or bucket.is_read_unannounced:
             return False
-        for unit in units:
-            passed = unit.passes_next if unit is leaving else unit.is_passed
-            if not passed(position, self._number):
-                return False
-        return True
+        return all((unit.passes_next if unit is leaving else unit.is_passed)(position, self._number) for unit in units)
 
     def _close(self, bucket: TrainedBucket) -> None:
         """Fill with zeros what has not come."""
