@@ -14,6 +14,8 @@ backward has passed: [Note: positions in a backward].)
 from collections import deque
 from collections.abc import Sequence
 
+import torch
+
 from zerotrain.comm.handles import Relayed
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
@@ -27,6 +29,10 @@ MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
 """Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
 Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
 _BEFORE_ALL_NODES = -1
+_ARRIVED_TWICE = (
+    "the gradient of {} arrived twice in one backward: it was used in two checkpoints with use_reentrant=True, and "
+    "each has a backward of its own; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
+)
 
 
 class Reductions:
@@ -92,11 +98,7 @@ class Reductions:
         """All gradients of a segment are there: move them into the bucket; returns whether it was the last one."""
         open_segments = self._open_segments[bucket]
         if segment not in open_segments:
-            raise EngineStateError(
-                f"the gradient of {bucket.spec.parameters[segment.slots.start].names[0]} arrived twice in one "
-                "backward: it was used in two checkpoints with use_reentrant=True, and each has a backward of its own; "
-                "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
-            )
+            raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[segment.slots.start].names[0]))
         self._fill(bucket, segment, gradients)
         open_segments.remove(segment)
         return not open_segments
@@ -139,13 +141,17 @@ class Reductions:
         Raises:
             EngineStateError: requires_grad was changed, or a gradient came when its bucket had been closed.
         """
+        for bucket in self._closed_short:
+            if late := [entry.names[0] for entry in bucket.spec.parameters if get_grad(entry.parameter) is not None]:
+                raise EngineStateError(left_its_unit(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
         for bucket in self.trained:
             if self._open_segments[bucket]:
                 require_unchanged(bucket.spec, trains=True)
-        for bucket in self._closed_short:
-            late = [managed.names[0] for managed in bucket.spec.parameters if get_grad(managed.parameter) is not None]
-            if late:
-                raise EngineStateError(left_its_unit(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
+            with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
+                arrived = set(bucket.gradient.segments) - self._open_segments[bucket]
+                # Not noticed before where what came last had not come twice: a checkpoint of a part of a unit.
+                if again := [each for each in arrived if any(gradient is not None for gradient in each.gradients())]:
+                    raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[again[0].slots.start].names[0]))
         if not self._under_way.reduces:
             for bucket in reversed(self.trained):
                 self._move_unmoved(bucket)
@@ -207,12 +213,9 @@ class Reductions:
 
     def _move_unmoved(self, bucket: TrainedBucket) -> None:
         """Move what came of incomplete segments. Before a reduction zeros stand in for nothing."""
-        for segment in bucket.gradient.segments:
-            if segment not in self._open_segments[bucket]:
-                continue
-            gradients = segment.gradients()
-            arrived = any(gradient is not None for gradient in gradients)
-            if arrived or (self._under_way.reduces and not segment.holds_values):
+        for segment in filter(self._open_segments[bucket].__contains__, bucket.gradient.segments):
+            gradients, is_due = segment.gradients(), self._under_way.reduces and not segment.holds_values
+            if is_due or any(gradient is not None for gradient in gradients):
                 self._fill(bucket, segment, gradients)
 
     # ---- room on the wire
