@@ -268,6 +268,15 @@ class GradientPenalty(Net):
         return logits.square().mean() + 0.1 * gradient.square().sum()
 
 
+class Forces(Net):
+    """Returns the gradient of the sum of its logits at the input alone, as models of forces do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return gradient
+
+
 class Tied(Net):
     """Reads the weight of a layer it does not call."""
 
@@ -323,6 +332,23 @@ def loss_outside(engine: Any, step: int, rank: int) -> None:
 def preference(engine: Any, step: int, rank: int) -> None:
     chosen, rejected = (engine(inputs(step, rank, part)).log_softmax(dim=-1).amax(dim=-1) for part in (0, 1))
     engine.backward(-F.logsigmoid(chosen - rejected).mean())
+
+
+def checkpointed_calls(engine: Any, step: int, rank: int) -> None:
+    """Two forwards that are computed again as a whole, with an ordinary one between them."""
+    first, last = (checkpoint(engine, inputs(step, rank, part), use_reentrant=False) for part in (0, 1))
+    between = engine(inputs(step, rank, 2))
+    engine.backward((first * between * last).square().mean())
+
+
+def evaluation_in_backward(engine: Any, step: int, rank: int) -> None:
+    def evaluate(*_: Any) -> None:
+        with torch.no_grad():
+            engine(inputs(step, rank, 5))
+
+    handle = engine.module.blocks[1].register_full_backward_hook(evaluate)
+    ordinary(engine, step, rank)
+    handle.remove()
 
 
 def two_losses_at_once(engine: Any, step: int, rank: int) -> None:
@@ -469,6 +495,8 @@ CALLS = {
     "checkpoint, reentrant": Call(functools.partial(Checkpointed, use_reentrant=True)),
     "checkpoint within a unit": Call(functools.partial(CheckpointedInside, use_reentrant=False)),
     "checkpoint within a unit, reentrant": Call(functools.partial(CheckpointedInside, use_reentrant=True)),
+    "checkpoint around the engine": Call(step=checkpointed_calls),
+    "evaluation in a backward": Call(step=evaluation_in_backward),
     "checkpoint, two forwards": Call(functools.partial(Checkpointed, use_reentrant=False), preference),
     "auxiliary loss": Call(Routed, loss_from_model),
     "auxiliary loss after the output": Call(RoutedLate, loss_from_model),
@@ -476,6 +504,7 @@ CALLS = {
     "outputs that cannot be looked into": Call(InShells),
     "outputs handed on": Call(PassingOn),
     "gradient penalty": Call(GradientPenalty, loss_from_model),
+    "gradients alone, two forwards": Call(Forces, preference),
     "forward without backward": Call(aside=forward_only, rests=False),
     "a part evaluated": Call(aside=part_evaluated),
     "generation": Call(aside=generation),

@@ -34,10 +34,12 @@ Two forwards, then two backwards, with evaluations between | same bits | two for
 Parts of the model alone | same bits, inside `with engine.forward_scope()`; outside it refused at stage 3 | parts of
     the model alone; a part evaluated
 `torch.autograd.grad` in the forward (gradient penalty) | same bits; at stage 3 its units stay full until the
-    backward; between engine calls refused at stage 3 | gradient penalty
+    backward; between engine calls refused at stage 3 | gradient penalty; gradients alone, two forwards
 torch's `checkpoint` called by the model, around units, with dropout | same bits, `use_reentrant` true and false |
     checkpoint; checkpoint, reentrant
 ... within a unit | same bits, true and false | checkpoint within a unit; checkpoint within a unit, reentrant
+... around calls of the engine, or an evaluation in a hook of the backward | same bits; at stage 3 what it gathers
+    stays full for that backward | checkpoint around the engine; evaluation in a backward
 ... and two forwards, one backward | same bits with `use_reentrant=False`; with true refused | checkpoint, two
     forwards
 A loss kept in an attribute of a unit (mixture of experts) | same bits; at stage 3 a unit that computes it after its

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
@@ -143,8 +144,9 @@ class ShardedModel:
     schedule: Schedule
     """Units and buckets, and where the model is among them. Another one after each change of what trains; a `Broken`
     after one that failed in its midst."""
-    first_node: int
-    """The first node of a graph that was made with the weights of now. See [Note: positions in a backward]."""
+    first_nodes: dict[int, int]
+    """The thread that has changed the weights last -> the first node of a graph that was made with those of now. Each
+    thread numbers its own nodes, so others have none. See [Note: positions in a backward]."""
     last_save: SaveUnderWay | None = None
     """It may read what is held, beside the training."""
     average: Average | None = None
@@ -234,7 +236,7 @@ class ShardedModel:
 
     def weights_changed(self) -> None:
         """No backward may come through a graph from before: it would compute with weights it was not made with."""
-        self.first_node = next_node()
+        self.first_nodes = {get_ident(): next_node()}
 
     def forget_graphs(self) -> None:
         """Forget the graphs of steps: their tensors, or the places of these, are about to change."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from numbers import Integral
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -264,9 +265,11 @@ class Steps:
         self.require_ready()
         in_step, backward_follows = self.held.ledger.in_step, torch.is_grad_enabled()
         self.held.ledger.in_step = backward_follows
+        within_backward = self.held.schedule.phase in (Phase.BACKWARD, Phase.RECOMPUTATION)
+        phase = Phase.RECOMPUTATION if within_backward else Phase.FORWARD
         returned = False
         try:
-            with self._phase(Phase.FORWARD):
+            with self._phase(phase):
                 self.held.schedule.begin_forward()
                 yield
                 returned = True
@@ -274,7 +277,8 @@ class Steps:
             require_one_dtype(self.held.module, self.held.precision, error)
             raise
         finally:
-            self.held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
+            if phase is Phase.FORWARD:
+                self.held.schedule.gathers.end_forward(backward_follows=backward_follows and returned)
             self.held.ledger.in_step = backward_follows or in_step
 
     @outside_graphs
@@ -296,7 +300,7 @@ class Steps:
         self.held.schedule.require_unchanged()
         if self.held.average is not None:
             self.held.average.require_out_of_use("engine.backward was called")
-        require_graph(loss, self.held.first_node)
+        require_graph(loss, self.held.first_nodes.get(get_ident(), 0))
         counts = not weighs_nothing(weight)
         factor, scaled = weight * self.loss_scale, loss
         if not (isinstance(factor, float) and factor == 1.0):

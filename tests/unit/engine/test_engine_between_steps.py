@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zerotrain
 from tests.ranks.fake_wire import run_threads
@@ -155,6 +156,24 @@ def test_a_gradient_that_comes_when_its_bucket_was_closed_is_told():
     loss = engine(inputs(0, 0), is_early=True)
     with pytest.raises(EngineStateError, match=r"the gradient of blocks\.3\.weight was late"):
         engine.backward(loss)
+
+
+class HalfRecomputed(Linears):
+    """Uses a part of each block again, in a reentrant checkpoint, which has a backward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x + checkpoint(lambda x, block=block: x @ block.weight, x, use_reentrant=True)
+        return self.output(x).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_comes_again_in_a_checkpoint_of_a_part_of_a_block_is_told(stage):
+    engine = engine_on(alone(), HalfRecomputed, zero={"stage": stage})
+    with pytest.raises(EngineStateError, match=r"arrived twice .* use_reentrant=False"):
+        engine.backward(engine(inputs(0, 0)))
 
 
 # ---- between the steps

@@ -1,6 +1,8 @@
 """What users do to a model around a step: as in plain PyTorch, or a sentence. With threads as ranks."""
 
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 import zerotrain
 from tests.ranks.fake_wire import run_threads
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
-from tests.unit.engine.parts import DTYPES, seeded
+from tests.unit.engine.parts import DTYPES, alone, seeded
 
 
 def inputs(rank: int) -> torch.Tensor:
@@ -39,6 +41,25 @@ def test_a_graph_that_reaches_behind_the_last_update_is_refused_by_pytorch_itsel
 
     results, _ = run_threads(truncated_backpropagation, size, late_rank=size - 1)
     assert len(set(results)) == 1
+
+
+@pytest.mark.case("calls: Calls", "A loop in another thread than the build", "same bits")
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loop_in_a_thread_of_its_own_trains_as_one_where_the_engine_was_built(stage):
+    def trained(run: Callable[[Callable[[], None]], object]) -> str:
+        engine = build(alone(), stage, "fp32")
+
+        def two_steps() -> None:
+            for step in range(2):
+                engine.backward(engine(inputs(step)).square().mean())
+                engine.step()
+
+        run(two_steps)
+        return engine.weights_sha256()
+
+    here = trained(lambda loop: loop())  # its nodes have higher numbers than those of a new thread
+    with ThreadPoolExecutor(1) as thread:
+        assert trained(lambda loop: thread.submit(loop).result()) == here
 
 
 @pytest.mark.case("precision", "a finite gradient whose square leaves fp32, without clipping", "trained")

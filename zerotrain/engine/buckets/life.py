@@ -42,6 +42,8 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
+    RECOMPUTATION = "recomputation"
+    """A call of the engine within a backward, as of a checkpoint around one: what it gathers stays full for that."""
     UPDATE = "update"
 
 

@@ -14,8 +14,10 @@ backward has passed: [Note: positions in a backward].)
 from collections import deque
 from collections.abc import Sequence
 
+import torch
+
 from zerotrain.comm.handles import Relayed
-from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Backward
 from zerotrain.engine.buckets.norm import StepSquares
@@ -27,6 +29,10 @@ MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
 """Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
 Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
 _BEFORE_ALL_NODES = -1
+_ARRIVED_TWICE = (
+    "the gradient of {} arrived twice in one backward: it was used in two checkpoints with use_reentrant=True, and "
+    "each has a backward of its own; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
+)
 
 
 class Reductions:
@@ -38,7 +44,7 @@ class Reductions:
             does not end with it, so it is reduced when it is complete, or at the end.
     """
 
-    def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[TrainedBucket, list[LiveUnit]]) -> None:
+    def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[Bucket, list[LiveUnit]]) -> None:
         self.trained = trained
         self.squares = StepSquares()
         """Squares of the gradients reduced by the last completing backward: of every bucket, once it is finished."""
@@ -92,11 +98,7 @@ class Reductions:
         """All gradients of a segment are there: move them into the bucket; returns whether it was the last one."""
         open_segments = self._open_segments[bucket]
         if segment not in open_segments:
-            raise EngineStateError(
-                f"the gradient of {bucket.spec.parameters[segment.slots.start].names[0]} arrived twice in one "
-                "backward: it was used in two checkpoints with use_reentrant=True, and each has a backward of its own; "
-                "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
-            )
+            raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[segment.slots.start].names[0]))
         self._fill(bucket, segment, gradients)
         open_segments.remove(segment)
         return not open_segments
@@ -107,8 +109,6 @@ class Reductions:
         Args:
             going: that bucket, if it may go.
         """
-        if not self._under_way.reduces:
-            return
         while self._waiting and not self._open_segments[self._waiting[0]]:
             if self._waiting[0] is not going and not self.may_go(self._waiting[0]):
                 break
@@ -125,9 +125,7 @@ class Reductions:
         Args:
             within: only buckets that no other units need.
         """
-        if not self._under_way.reduces:
-            return
-        while self._waiting and self._is_passed(self._waiting[0], position):
+        while self._waiting and self.is_passed(self._waiting[0], position):
             if within is not None and not within.issuperset(self._units_of[self._waiting[0]]):
                 return
             self._close(self._waiting[0])
@@ -143,13 +141,17 @@ class Reductions:
         Raises:
             EngineStateError: requires_grad was changed, or a gradient came when its bucket had been closed.
         """
+        for bucket in self._closed_short:
+            if late := [entry.names[0] for entry in bucket.spec.parameters if get_grad(entry.parameter) is not None]:
+                raise EngineStateError(left_its_unit(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
         for bucket in self.trained:
             if self._open_segments[bucket]:
                 require_unchanged(bucket.spec, trains=True)
-        for bucket in self._closed_short:
-            late = [managed.names[0] for managed in bucket.spec.parameters if get_grad(managed.parameter) is not None]
-            if late:
-                raise EngineStateError(left_its_unit(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
+            with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
+                arrived = set(bucket.gradient.segments) - self._open_segments[bucket]
+                # Not noticed before where what came last had not come twice: a checkpoint of a part of a unit.
+                if again := [each for each in arrived if any(gradient is not None for gradient in each.gradients())]:
+                    raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[again[0].slots.start].names[0]))
         if not self._under_way.reduces:
             for bucket in reversed(self.trained):
                 self._move_unmoved(bucket)
@@ -191,18 +193,14 @@ class Reductions:
         """Whether a complete bucket may be reduced and freed at once: every rank closes it before the next gathers."""
         if not self._units_of.get(bucket):
             return True
-        return self._reached is not None and self._is_passed(bucket, self._position, self._reached)
+        return self._reached is not None and self.is_passed(bucket, self._position, self._reached)
 
-    def _is_passed(self, bucket: TrainedBucket, position: int, leaving: LiveUnit | None = None) -> bool:
+    def is_passed(self, bucket: Bucket, position: int, leaving: LiveUnit | None = None) -> bool:
         """Whether no gradient of a bucket will come any more, or none once the backward has left the unit `leaving`."""
         units = self._units_of.get(bucket)
         if not units or bucket.is_read_unannounced:
             return False
-        for unit in units:
-            passed = unit.passes_next if unit is leaving else unit.is_passed
-            if not passed(position, self._number):
-                return False
-        return True
+        return all((unit.passes_next if unit is leaving else unit.is_passed)(position, self._number) for unit in units)
 
     def _close(self, bucket: TrainedBucket) -> None:
         """Fill with zeros what has not come."""
@@ -215,12 +213,9 @@ class Reductions:
 
     def _move_unmoved(self, bucket: TrainedBucket) -> None:
         """Move what came of incomplete segments. Before a reduction zeros stand in for nothing."""
-        for segment in bucket.gradient.segments:
-            if segment not in self._open_segments[bucket]:
-                continue
-            gradients = segment.gradients()
-            arrived = any(gradient is not None for gradient in gradients)
-            if arrived or (self._under_way.reduces and not segment.holds_values):
+        for segment in filter(self._open_segments[bucket].__contains__, bucket.gradient.segments):
+            gradients, is_due = segment.gradients(), self._under_way.reduces and not segment.holds_values
+            if is_due or any(gradient is not None for gradient in gradients):
                 self._fill(bucket, segment, gradients)
 
     # ---- room on the wire

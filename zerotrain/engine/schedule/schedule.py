@@ -39,17 +39,14 @@ class Schedule:
         self.updates = join_updates(self.trained)
         """Those of all trained buckets, in list order."""
         self.gathers = Gathers(units, buckets, options)
-        completing = {}
-        if self.gathers.frees_after_use:
-            # Buckets of the resident root are complete when all units are passed.
-            blocks = [unit for unit in units if unit.modules]
-            completing = {
-                bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in self.trained
-            }
-        self.reductions = Reductions(self.trained, completing)
+        # Buckets of the resident root are complete when all units are passed.
+        blocks = [unit for unit in units if unit.modules]
+        completing: dict[Bucket, list[LiveUnit]] = {
+            bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in self.trained
+        }
+        self.reductions = Reductions(self.trained, completing if self.gathers.frees_after_use else {})
         if lies_on_host(buckets[0].weights.shard):
             set_heap(returns=options.offload.uses_disk)
-        self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self.calls: list[tuple[torch.nn.Module, int, AbstractContextManager[object]]] = []
         """Of each module of a unit with its forward under way, outermost first: its first node, and its range in a
@@ -76,7 +73,7 @@ class Schedule:
             self._refuse_idle(unit.name, "was called")
         if self.phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()
-            self.reductions.close_passed(BEHIND_ALL_NODES if node is None else node._sequence_nr())
+            self._come_to(unit, BEHIND_ALL_NODES if node is None else node._sequence_nr())
         self.gathers.before_forward(unit, self.phase, module)
 
     def after_forward(self, unit: LiveUnit, module: torch.nn.Module) -> None:
@@ -112,10 +109,8 @@ class Schedule:
     def require_unchanged(self) -> None:
         """Before a backward: nobody has told parameters to train, or to train no more, behind the engine's back."""
         with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
-            for bucket in self._frozen:
-                require_unchanged(bucket.spec, trains=False)
-            for trained in self.trained:
-                require_unchanged(trained.spec, trains=True)
+            for bucket in self.buckets:
+                require_unchanged(bucket.spec, trains=bucket.spec.trainable)
 
     def begin_backward(self, backward: Backward) -> None:
         """A backward starts."""
@@ -133,18 +128,29 @@ class Schedule:
         is_aside = position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
         if self.phase is not Phase.BACKWARD or is_aside:
             self._refuse_idle(unit.name, "was reached by a backward")
-            # Or one within a forward. A backward through its result reads the weights without a hook.
+            # Or one within a forward. A backward through its result reads the weights without a hook, and may come when
+            # the output is gone, and with it the hooks that hold the call. (Seen: forces of two forwards.)
             self.keep(unit)
+            unit.add_call(call, is_held=False)
             self.gathers.complete(unit.buckets)
             return
         call.reached_in = unit.reached_in = self._backward
         call.is_used_up = self._frees_graph
         for skipped, later_units in self.gathers.skipped_before(unit, self._backward):
-            self.reductions.close_passed(position, within=later_units)
+            self._come_to(skipped, position, within=later_units)
             self.gathers.gather_ahead(skipped)
-        self.reductions.close_passed(position)
+        self._come_to(unit, position)
         self.gathers.before_backward(unit)
         self.reductions.reached(unit, position)
+
+    def _come_to(self, unit: LiveUnit, position: int, *, within: set[LiveUnit] | None = None) -> None:
+        """A backward at node `position` is about to gather for a unit: close what it has passed; of that, free what is
+        gathered ahead. Where its gradient was complete it is free already, and would be gathered on that rank alone.
+        (Seen: blocks called in another order than their list, and a linear of one unused on rank 0. The ranks hung.)"""
+        self.reductions.close_passed(position, within=within)
+        for bucket in unit.ahead_in_backward:
+            if bucket.weights.is_full and self.reductions.is_passed(bucket, position):
+                self.gathers.gradient_done(bucket)
 
     def root_reached(self, _: torch.Tensor) -> None:
         """A backward is at its loss."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from uneven import WIDTH, EveryBlockOnAnotherRank, Mixture, OneLinearOfOneRank, SkippedBlocks, Uneven
+from uneven import WIDTH, EveryBlockOnAnotherRank, Mixture, OneLinearOfOneRank, SkippedBlocks, TwoLinears, Uneven
 
 import zerotrain
 from tests.bits.training import Net, Setup, Training, assert_same
@@ -154,7 +154,33 @@ class ReadFromOutside(EveryBlockOnAnotherRank):
         return super().forward(x, **how) + self.blocks[5].second.weight.square().mean()
 
 
-@pytest.mark.parametrize("make", [Checkpointed, CheckpointedReentrant, Twice, AuxiliaryLoss, ReadFromOutside])
+class LateLoss(TwoLinears):
+    """Computes a loss behind its output: at stage 3 it stays full until the backward."""
+
+    def forward(self, x: torch.Tensor, uses_second: bool = True) -> torch.Tensor:
+        output = super().forward(x, uses_second)
+        self.loss = super().forward(x, uses_second).square().mean()
+        return output
+
+
+class LateLossesBackwards(EveryBlockOnAnotherRank):
+    """Calls its blocks in the reverse order of their list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LateLoss() for _ in range(self.num_blocks))
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        return super().forward(x, **how) + sum(block.loss for block in self.blocks)
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        return super().call(index, self.blocks[self.num_blocks - 1 - index], x, rank, step)
+
+
+UNUSUAL = [Checkpointed, CheckpointedReentrant, Twice, AuxiliaryLoss, ReadFromOutside, LateLossesBackwards]
+
+
+@pytest.mark.parametrize("make", UNUSUAL)
 def test_models_whose_backward_is_unusual_have_one_order_too_and_the_bits_of_stage_0(make):
     hashes = set()
     for stage, bucket_mb in ((0, 25.0), (3, 0.004), (3, ONE_EACH)):
