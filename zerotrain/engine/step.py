@@ -464,7 +464,8 @@ class Steps:
         """Forward and backward of each micro-batch, then one step.
 
         Args:
-            micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
+            micro_batches: the model's inputs, one sequence for each, or a dict of named ones. It returns the loss, or
+                outputs with one, see `loss_in`.
             weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
             before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
                 it: the place to seed what the model draws. With graphs it must do no more, and say so by an attribute
