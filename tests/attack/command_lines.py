@@ -54,6 +54,8 @@ FORMS = [
     Attack(["zero.reduction='" + "x" * 100_000 + "'"], "zero.reduction: got xxx"),
     Attack(["zero.stage=3", "zero.stage=4"], "zero.stage: got 4; it must be"),
     Attack(["zero.stage=int(x)"], "zero.stage=int(x): cannot be read"),
+    Attack(["hydra.run.dir="], "hydra.run.dir: got nothing, as of a variable that is not set; name a folder"),
+    Attack(["-m", "hydra.sweep.dir=", "seed=1,2"], "hydra.sweep.dir: got nothing, as of a variable that is not set"),
     Attack(["loss=own"], "loss._target_: has no value and needs one; give loss._target_=..."),
     Attack(["~model"], "model._target_: got null; it must be the import path of a class or function"),
     Attack(["~optimizer"], ("optimizer._target_: got null; it must", "optimizer._partial_: got null; it must be true")),

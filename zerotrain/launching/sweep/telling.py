@@ -401,8 +401,13 @@ def find_latest(arguments: list[str]) -> None:
         arguments: of the command line, changed in place.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the name of a folder is empty, which Hydra takes for the working folder.
     """
+    for setting in ("hydra.run.dir", "hydra.sweep.dir"):
+        if f"{setting}=" in arguments:
+            raise ConfigError(
+                f"{setting}: got nothing, as of a variable that is not set; name a folder, or leave it out"
+            )
     if LATEST not in arguments:
         return
     sweeps = sorted(
