@@ -136,9 +136,9 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_769,  # aim: 28,000
+    "code lines": 31_772,  # aim: 28,000
     "code lines of the engine wing": 13_121,  # aim: 11,500
-    "code lines of the run wing": 12_350,  # aim: 11,500
+    "code lines of the run wing": 12_353,  # aim: 11,500
     "code lines of the desk wing": 6_298,  # aim: 5,000
     "files": 220,
     f"files under {SHORT_FILE} code lines": 25,

@@ -116,7 +116,7 @@ def write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.use_cache = True
-        model.generation_config.save_pretrained(folder)
+        model.generation_config.to_json_file(folder / "generation_config.json")  # unchecked: it is the user's
 
 
 def write_adapter_config(folder: Path, run: SavedRun, lora: Any) -> None:

@@ -1,6 +1,7 @@
 """HuggingFaceModel: a model of Hugging Face's transformers for one of several tasks, pretrained or from scratch."""
 
 import difflib
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -211,6 +212,8 @@ def _load_pretrained(task: str, name_or_path: str, fields: dict[str, Any]) -> An
     for name, value in fields.items():
         setattr(config, name, value)
     model = _build(task, config)
+    with suppress(OSError):  # few have none; the config of the model then says when an answer ends
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name_or_path)
     if fields and files is not None:
         require_shapes(model, files)
     if torch.get_default_device().type == "meta" or (files is not None and load_weights(model, files)):

@@ -154,6 +154,18 @@ def test_a_llama_of_others_goes_in_and_out_unchanged(tmp_path: Path) -> None:
     assert torch.equal(logits_of(opened), logits_of(theirs))
 
 
+def test_what_a_pretrained_model_says_about_generation_goes_with_the_export(trained_adapters, tmp_path: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained_adapters[1]["name_or_path"])
+    theirs.save_pretrained(tmp_path / "base")
+    # A temperature without do_sample, as some published models have it, is refused where it is saved anew.
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.7}')
+    for name, lora, options in (("whole", {}, ()), ("merged", {"rank": 2}, ("--merge",))):
+        run_of(tmp_path / name, {"name_or_path": str(tmp_path / "base"), "lora": lora}, {"tokenizer": None})
+        out = exported(tmp_path / name, tmp_path / f"{name}_out", *options)
+        own = transformers.AutoModelForCausalLM.from_pretrained(out).generation_config
+        assert (own.eos_token_id, own.temperature) == ([2, 3], 0.7)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "DoRA": {"use_dora": True, "use_rslora": True, "rank_pattern": {"c_fc": 3}, "bias": "lora_only"},
