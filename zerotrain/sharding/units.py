@@ -154,8 +154,8 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
         if any(f"{name}.".startswith(f"{outer}.") for outer in blocks):
             continue
         if patterns is None:
-            children = _like_children(name, module, walked)
-            blocks.update({key: child for key, child in children.items() if child not in blocks.values()})
+            like = _like_children(name, module, walked)
+            blocks.update({key: child for key, child in like.items() if child not in blocks.values()})
         elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and name in walked.inside:
             blocks[name] = module
     holding = [name for name in walked.modules if name and name in walked.inside]
