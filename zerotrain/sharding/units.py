@@ -144,7 +144,7 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
     Args:
         patterns: module name patterns such as "blocks.*"; None finds them: the children with parameters of every
             ModuleList, or ModuleDict with numbers for keys, in which a class comes twice, and of every Sequential where
-            all are of one class.
+            all are of one class. One of two lists has the name it has in the first.
 
     Raises:
         ConfigError: a pattern that matches no module with parameters.
@@ -154,7 +154,8 @@ def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str,
         if any(f"{name}.".startswith(f"{outer}.") for outer in blocks):
             continue
         if patterns is None:
-            blocks.update(_like_children(name, module, walked))
+            like = _like_children(name, module, walked)
+            blocks.update({key: child for key, child in like.items() if child not in blocks.values()})
         elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and name in walked.inside:
             blocks[name] = module
     holding = [name for name in walked.modules if name and name in walked.inside]
@@ -219,12 +220,11 @@ def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: in
     resident: Unit[ModelParameter] = Unit(RESIDENT, [], is_root=True)
     late: Unit[ModelParameter] = Unit(LATE, [], is_root=True)
     root_numel = 0
-    behind_blocks: set[str] = set()  # names of the parameters of modules registered behind the last, and not around it
-    if blocks:
-        modules, last = list(walked.modules.items()), next(reversed(blocks))
-        inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{last}."))
-        for name, module in modules[inside + 1 :]:
-            behind_blocks |= {f"{name}.{attribute}" for attribute in module._parameters}
+    behind_blocks: set[str] = set()  # names of the parameters of modules registered behind all blocks
+    modules = list(walked.modules.items())
+    last = max((index for index, (_, module) in enumerate(modules) if id(module) in home), default=len(modules))
+    for name, module in modules[last + 1 :]:
+        behind_blocks |= {f"{name}.{attribute}" for attribute in module._parameters}
     for parameter in walked.managed:
         homes = {home.get(id(module)) for module, _ in parameter.owners}
         only_home = homes.pop() if len(homes) == 1 else None

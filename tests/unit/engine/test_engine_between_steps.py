@@ -169,9 +169,34 @@ class HalfRecomputed(Linears):
         return self.output(x).square().mean()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_gradient_that_comes_again_in_a_checkpoint_of_a_part_of_a_block_is_told(stage):
-    engine = engine_on(alone(), HalfRecomputed, zero={"stage": stage})
+class NormRecomputed(nn.Module):
+    """The second of two calls leaves its layer unused, and recomputes its norm in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, is_second: bool = False) -> torch.Tensor:
+        return x + (checkpoint(self.norm, x, use_reentrant=True) if is_second else self.layer(self.norm(x)))
+
+
+class CalledTwice(Linears):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormRecomputed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(block(x), is_second=True)
+        return self.output(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "stage"), [*((HalfRecomputed, stage) for stage in range(3)), *((CalledTwice, stage) for stage in range(4))]
+)
+def test_a_gradient_that_comes_again_in_a_checkpoint_of_a_part_of_a_block_is_told(make, stage):
+    engine = engine_on(alone(), make, zero={"stage": stage, "bucket_mb": 0.0001})
     with pytest.raises(EngineStateError, match=r"arrived twice .* use_reentrant=False"):
         engine.backward(engine(inputs(0, 0)))
 

@@ -113,6 +113,24 @@ def test_no_unit_lies_inside_another():
     assert list(find_units(walk(nn.Sequential(*stages)), None)) == ["0", "1", "2"]
 
 
+class ThereAndBack(nn.Module):
+    """Holds its layers in two lists, of which the second has another order and one more; a gate is behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.turn = nn.Linear(4, 4)
+        self.back = nn.ModuleList([self.turn, *reversed(self.there)])
+        self.gate = nn.Linear(4, 4)
+
+
+def test_blocks_in_two_lists_are_units_once_and_what_is_behind_them_all_is_late():
+    units = cut_units(walk(ThereAndBack()), None, max_numel=1)
+    assert [unit.name for unit in units] == ["root", "there.0", "there.1", "there.2", "back.0", "late root"]
+    assert [len(unit.parameters) for unit in units] == [0, 2, 2, 2, 2, 2]
+    assert names(units[-1].parameters) == ["gate.weight", "gate.bias"]
+
+
 def blocks_of(num_layers: int, num_blocks: int) -> nn.Module:
     blocks = [nn.Sequential(*(nn.Linear(512, 512) for _ in range(num_layers))) for _ in range(num_blocks)]
     return nn.Sequential(*blocks)

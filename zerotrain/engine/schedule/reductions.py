@@ -30,8 +30,8 @@ MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
 Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
 _BEFORE_ALL_NODES = -1
 _ARRIVED_TWICE = (
-    "the gradient of {} arrived twice in one backward: it was used in two checkpoints with use_reentrant=True, and "
-    "each has a backward of its own; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
+    "the gradient of {} arrived twice in one backward: it was used in a checkpoint with use_reentrant=True, which has "
+    "a backward of its own, and once more; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
 )
 
 
