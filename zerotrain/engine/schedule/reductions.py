@@ -150,7 +150,7 @@ class Reductions:
             with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
                 arrived = set(bucket.gradient.segments) - self._open_segments[bucket]
                 # Not noticed before where what came last had not come twice: a checkpoint of a part of a unit.
-                if again := [each for each in arrived if any(gradient is not None for gradient in each.gradients())]:
+                if again := [each for each in arrived if each.gradients().count(None) < len(each.parameters)]:
                     raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[again[0].slots.start].names[0]))
         if not self._under_way.reduces:
             for bucket in reversed(self.trained):
