@@ -21,8 +21,8 @@ RESIDENT, LATE = "root", "late root"
 """Names of the two parts of the root."""
 CHOSEN_CHILDREN = ("experts", "local_experts")
 """ModuleLists of which a forward may call some children on one rank and others on another. A unit is gathered from all
-ranks, so these are none: their parameters go with the module around them. (Seen: two ranks that had chosen different
-experts at stage 3 waited for each other until the timeout.)"""
+ranks, so these are none, and nothing in them: their parameters go with the module around them. (Seen: two ranks
+that had chosen different experts at stage 3 waited for each other until the timeout.)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ def _like_children(name: str, module: torch.nn.Module, walked: WalkedModel) -> d
     is_numbered = isinstance(module, torch.nn.ModuleDict) and all(map(str.isdigit, module))  # as torchtitan has layers
     if not (is_numbered or isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)):
         return {}
-    if name.rpartition(".")[2] in CHOSEN_CHILDREN:
+    if any(part in CHOSEN_CHILDREN for part in name.split(".")):
         return {}
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
     children = {child_name: child for child_name, child in children.items() if child_name in walked.inside}

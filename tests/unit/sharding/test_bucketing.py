@@ -236,4 +236,6 @@ def test_experts_are_no_units_since_ranks_may_call_different_ones():
 
     assert find_units(walk(layer()), None) == {}
     assert list(find_units(walk(nn.ModuleList([layer(), layer()])), None)) == ["0", "1"]
+    deep = nn.ModuleDict({"experts": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(4))})
+    assert find_units(walk(deep), None) == {}
     assert list(find_units(walk(layer()), ["experts.*"])) == [f"experts.{index}" for index in range(4)]
