@@ -148,10 +148,12 @@ class Reductions:
             if self._open_segments[bucket]:
                 require_unchanged(bucket.spec, trains=True)
             with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
-                arrived = set(bucket.gradient.segments) - self._open_segments[bucket]
-                # Not noticed before where what came last had not come twice: a checkpoint of a part of a unit.
-                if again := [each for each in arrived if each.gradients().count(None) < len(each.parameters)]:
-                    raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[again[0].slots.start].names[0]))
+                for segment in bucket.gradient.segments:
+                    has_moved = segment not in self._open_segments[bucket]
+                    # Not noticed before where what came last had not come twice: a checkpoint of a part of a unit.
+                    if has_moved and segment.gradients().count(None) < len(segment.parameters):
+                        twice = bucket.spec.parameters[segment.slots.start].names[0]
+                        raise EngineStateError(_ARRIVED_TWICE.format(twice))
         if not self._under_way.reduces:
             for bucket in reversed(self.trained):
                 self._move_unmoved(bucket)
@@ -200,7 +202,11 @@ class Reductions:
         units = self._units_of.get(bucket)
         if not units or bucket.is_read_unannounced:
             return False
-        return all((unit.passes_next if unit is leaving else unit.is_passed)(position, self._number) for unit in units)
+        for unit in units:
+            passed = unit.passes_next if unit is leaving else unit.is_passed
+            if not passed(position, self._number):
+                return False
+        return True
 
     def _close(self, bucket: TrainedBucket) -> None:
         """Fill with zeros what has not come."""
