@@ -58,6 +58,11 @@ class LiveUnit:
     _unseen_calls: list[UnitCall] = field(default_factory=list)
     """Calls with unseen outputs: no graph keeps them alive."""
 
+    @property
+    def num_calls(self) -> int:
+        """Forwards since the last step whose graphs are alive."""
+        return len(self._calls)
+
     def add_call(self, call: UnitCall, *, is_held: bool) -> None:
         """A forward made a graph, of which hooks hold `call` if `is_held`."""
         self._calls.add(call)

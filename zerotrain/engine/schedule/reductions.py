@@ -197,6 +197,11 @@ class Reductions:
             return True
         return self._reached is not None and self.is_passed(bucket, self._position, self._reached)
 
+    def may_come_again(self, bucket: Bucket) -> bool:
+        """Whether a complete bucket may get gradients once more, if the backward computes forwards again: a unit of
+        it was called several times."""
+        return any(unit.num_calls > 1 for unit in self._units_of.get(bucket, ()))
+
     def is_passed(self, bucket: Bucket, position: int, leaving: LiveUnit | None = None) -> bool:
         """Whether no gradient of a bucket will come any more, or none once the backward has left the unit `leaving`."""
         units = self._units_of.get(bucket)

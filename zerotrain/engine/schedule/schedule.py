@@ -169,11 +169,12 @@ class Schedule:
             raise EngineStateError(left_its_unit(bucket.spec.name))
         if self.reductions.arrived(bucket, segment, gradients):
             going = bucket if self.reductions.may_go(bucket) else None
-            if going is not None and torch.autograd._get_sequence_nr() == self._first_new_node:
+            computes_again = torch.autograd._get_sequence_nr() != self._first_new_node  # as a checkpoint does
+            if going is not None and not (computes_again and self.reductions.may_come_again(bucket)):
                 # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen
-                # where a parameter was read from outside its unit. In a backward that computes forwards again a
-                # reentrant checkpoint of a part may have left gradients that are to come again, with the weights read
-                # (seen: a segmentation fault). There the next unit frees it, as on a rank where one does not come.
+                # where a parameter was read from outside its unit. Of a unit called twice, a reentrant checkpoint of a
+                # part may have left gradients that are to come again, with the weights read (seen: a segmentation
+                # fault). There the next unit frees it, as on a rank where one does not come.
                 self.gathers.gradient_done(bucket)
             self.reductions.reduce_complete(going)
 
