@@ -136,8 +136,8 @@ def measure_house() -> dict[str, float]:
 
 
 LIMITS = {
-    "code lines": 31_784,  # aim: 28,000
-    "code lines of the engine wing": 13_133,  # aim: 11,500
+    "code lines": 31_782,  # aim: 28,000
+    "code lines of the engine wing": 13_131,  # aim: 11,500
     "code lines of the run wing": 12_353,  # aim: 11,500
     "code lines of the desk wing": 6_298,  # aim: 5,000
     "files": 220,

@@ -461,8 +461,8 @@ def seeded(*place: object) -> Iterator[None]:
 def _naming_rows(
     name: str, rows: Sequence[int], epochs: Sequence[int], step: int, what: str, read: Callable[[], Any]
 ) -> Any:
-    """What a call of a user's class returns. As a context manager this would let its StopIteration through, which ends
-    a step of several micro-batches behind the first of them."""
+    """Return the result of a call of a user's class. A context manager would let the StopIteration of that class
+    through, which ends a step of several micro-batches behind the first of them."""
     if (place := PLACE.get()) is not None:
         place.begin(*(rows[0], epochs[0]) if len(rows) == 1 else (-1, -1), step)
     try:

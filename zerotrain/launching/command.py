@@ -25,7 +25,7 @@ from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files import here_last, terminal, untrusted
 from zerotrain.launching import exits
 from zerotrain.launching.imports import importing
-from zerotrain.launching.sweep.telling import find_latest, report
+from zerotrain.launching.sweep.telling import report, settle_folders
 
 PRIMARY_CONFIG = "train"
 
@@ -227,7 +227,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
                 "-m: a sweep runs on one machine; with torchrun on several, start each job by itself", file=sys.stderr
             )
             return exits.CONFIG_PROBLEM
-        find_latest(sys.argv)
+        settle_folders(sys.argv)
         main()
         code = exits.COMPLETED
     except KeyboardInterrupt:

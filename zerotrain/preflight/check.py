@@ -54,7 +54,7 @@ NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 POSITION = (checkpoints.OF_TRAINER, "run", "data")
-"""Where the extra of a checkpoint has the run's position in its data."""
+"""Names of the run's position in its data, in the extra of a checkpoint."""
 LARGE_NUMEL = 2**20
 """A step is rehearsed if a micro-batch has this many elements or more."""
 SURE = 0.8
@@ -474,7 +474,7 @@ def check(
     fingerprint = row = None
     if batches is not None:
         position = None if goes_on_from is None else value_at(goes_on_from.content["extra"], *POSITION)
-        # Of another form, which the ranks refuse, it is of a user's own loop.
+        # A user's own loop has a position of another form, and the ranks refuse it.
         position = position if isinstance(saved := value_at(position, "fingerprint"), dict) else None
         fingerprint = attempt("data", fetch.fingerprint_of, data, config.seed, sets, like=like or (position and saved))
         attempt("data", require_same_rows, config, data, fingerprint, position)

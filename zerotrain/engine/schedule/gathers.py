@@ -7,7 +7,6 @@ on every rank, as long as all ranks call the same units.
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerotrain.comm.handles import Relayed
@@ -33,7 +32,7 @@ class Gathers:
         self.gathers_updated = self._has_refreshes or (self.plan.shards_optimizer and not self.plan.shards_parameters)
         """Whether the gathers for a forward are issued behind the update."""
         self._relayed = [handle for bucket in buckets if isinstance(handle := bucket.weights.gather, Relayed)]
-        self._running: list[tuple[LiveUnit, nn.Module | None]] = []
+        self._running: list[tuple[LiveUnit, torch.nn.Module | None]] = []
         """The units with their forward under way, outermost first, and the module called; None for the whole model."""
         self._in_backward: LiveUnit | None = None
         """The last unit that a backward has reached."""
@@ -58,7 +57,7 @@ class Gathers:
 
     # ---- forward
 
-    def before_forward(self, unit: LiveUnit, phase: Phase, module: nn.Module | None = None) -> None:
+    def before_forward(self, unit: LiveUnit, phase: Phase, module: torch.nn.Module | None = None) -> None:
         """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards."""
         if self.frees_after_use and phase is Phase.FORWARD:
             if self._running:
@@ -69,7 +68,7 @@ class Gathers:
         else:
             self.complete(unit.buckets, unit.ahead_in_forward, unit.fetched_in_forward)
 
-    def after_forward(self, unit: LiveUnit, phase: Phase, module: nn.Module | None = None) -> None:
+    def after_forward(self, unit: LiveUnit, phase: Phase, module: torch.nn.Module | None = None) -> None:
         """Free what no later unit needs, unless the backward needs it at once or is under way.
 
         Nor what a unit needs that called this one and goes on (seen: of two blocks in one bucket the first called the

@@ -54,24 +54,20 @@ class LiveUnit:
     """Number of the last backward that came through a forward of it. Its `UnitCall` may be gone: the graph that a
     reentrant checkpoint makes ends with the checkpoint's own backward (seen: a linear unused on one rank in a
     checkpoint; its bucket was never closed there, and the ranks hung)."""
-    _calls: "weakref.WeakSet[UnitCall]" = field(default_factory=weakref.WeakSet)
+    calls: "weakref.WeakSet[UnitCall]" = field(default_factory=weakref.WeakSet)
+    """Forwards since the last step whose graphs are alive."""
     _unseen_calls: list[UnitCall] = field(default_factory=list)
     """Calls with unseen outputs: no graph keeps them alive."""
 
-    @property
-    def num_calls(self) -> int:
-        """Forwards since the last step whose graphs are alive."""
-        return len(self._calls)
-
     def add_call(self, call: UnitCall, *, is_held: bool) -> None:
         """A forward made a graph, of which hooks hold `call` if `is_held`."""
-        self._calls.add(call)
+        self.calls.add(call)
         if not is_held:
             self._unseen_calls.append(call)
 
     def forget_calls(self) -> None:
         """The weights were updated: no backward may come through earlier forwards any more."""
-        self._calls.clear()
+        self.calls.clear()
         self._unseen_calls.clear()
         self.num_silent_calls = 0
 
@@ -94,7 +90,7 @@ class LiveUnit:
         """The forwards that this backward may come through, and has begun to or passed by when it is at `position`."""
         return [
             call
-            for call in self._calls
+            for call in self.calls
             if position >= call.first_node and (not call.is_used_up or call.reached_in == backward)
         ]
 

@@ -29,10 +29,6 @@ MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
 """Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
 Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
 _BEFORE_ALL_NODES = -1
-_ARRIVED_TWICE = (
-    "the gradient of {} arrived twice in one backward: it was used in a checkpoint with use_reentrant=True, which has "
-    "a backward of its own, and once more; call torch.utils.checkpoint.checkpoint with use_reentrant=False"
-)
 
 
 class Reductions:
@@ -98,7 +94,7 @@ class Reductions:
         """All gradients of a segment are there: move them into the bucket; returns whether it was the last one."""
         open_segments = self._open_segments[bucket]
         if segment not in open_segments:
-            raise EngineStateError(_ARRIVED_TWICE.format(bucket.spec.parameters[segment.slots.start].names[0]))
+            raise _arrived_twice(bucket, segment)
         self._fill(bucket, segment, gradients)
         open_segments.remove(segment)
         return not open_segments
@@ -152,8 +148,7 @@ class Reductions:
                     has_moved = segment not in self._open_segments[bucket]
                     # Not noticed before where what came last had not come twice: a checkpoint of a part of a unit.
                     if has_moved and segment.gradients().count(None) < len(segment.parameters):
-                        twice = bucket.spec.parameters[segment.slots.start].names[0]
-                        raise EngineStateError(_ARRIVED_TWICE.format(twice))
+                        raise _arrived_twice(bucket, segment)
         if not self._under_way.reduces:
             for bucket in reversed(self.trained):
                 self._move_unmoved(bucket)
@@ -200,7 +195,7 @@ class Reductions:
     def may_come_again(self, bucket: Bucket) -> bool:
         """Whether a complete bucket may get gradients once more, if the backward computes forwards again: a unit of
         it was called several times."""
-        return any(unit.num_calls > 1 for unit in self._units_of.get(bucket, ()))
+        return any(len(unit.calls) > 1 for unit in self._units_of.get(bucket, ()))
 
     def is_passed(self, bucket: Bucket, position: int, leaving: LiveUnit | None = None) -> bool:
         """Whether no gradient of a bucket will come any more, or none once the backward has left the unit `leaving`."""
@@ -224,10 +219,11 @@ class Reductions:
 
     def _move_unmoved(self, bucket: TrainedBucket) -> None:
         """Move what came of incomplete segments. Before a reduction zeros stand in for nothing."""
-        for segment in filter(self._open_segments[bucket].__contains__, bucket.gradient.segments):
-            gradients, is_due = segment.gradients(), self._under_way.reduces and not segment.holds_values
-            if is_due or any(gradient is not None for gradient in gradients):
-                self._fill(bucket, segment, gradients)
+        for segment in bucket.gradient.segments:
+            if segment in self._open_segments[bucket]:
+                gradients, is_due = segment.gradients(), self._under_way.reduces and not segment.holds_values
+                if is_due or any(gradient is not None for gradient in gradients):
+                    self._fill(bucket, segment, gradients)
 
     # ---- room on the wire
 
@@ -274,3 +270,11 @@ class Reductions:
         """Finish the oldest reductions until one more bucket may be in flight."""
         while self._in_flight and self._in_flight_numel + bucket.layout.padded_numel > self._max_numel_in_flight:
             self._finish_oldest()
+
+
+def _arrived_twice(bucket: TrainedBucket, segment: Segment) -> EngineStateError:
+    return EngineStateError(
+        f"the gradient of {bucket.spec.parameters[segment.slots.start].names[0]} arrived twice in one backward: it was "
+        "used in a checkpoint with use_reentrant=True, which has a backward of its own, and once more; call "
+        "torch.utils.checkpoint.checkpoint with use_reentrant=False"
+    )

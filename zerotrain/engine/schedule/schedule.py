@@ -40,16 +40,16 @@ class Schedule:
         """Those of all trained buckets, in list order."""
         self.gathers = Gathers(units, buckets, options)
         # Buckets of the resident root are complete when all units are passed.
-        blocks = [unit for unit in units if unit.modules]
+        blocks, freed = [unit for unit in units if unit.modules], self.trained if self.gathers.frees_after_use else []
         completing: dict[Bucket, list[LiveUnit]] = {
-            bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in self.trained
+            bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in freed
         }
-        self.reductions = Reductions(self.trained, completing if self.gathers.frees_after_use else {})
+        self.reductions = Reductions(self.trained, completing)
         if lies_on_host(buckets[0].weights.shard):
             set_heap(returns=options.offload.uses_disk)
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self.calls: list[tuple[torch.nn.Module, int, AbstractContextManager[object]]] = []
-        """Of each module of a unit with its forward under way, outermost first: its first node, and its range in a
+        """Modules of units with their forward under way, outermost first, each with its first node and its range in a
         trace. A checkpoint ends a recomputation by an exception: until the next backward such a module stays here."""
         self._backward = 0
         """Number of the backward under way, or of the last."""
@@ -145,7 +145,7 @@ class Schedule:
 
     def _come_to(self, unit: LiveUnit, position: int, *, within: set[LiveUnit] | None = None) -> None:
         """A backward at node `position` is about to gather for a unit: close what it has passed; of that, free what is
-        gathered ahead. Where its gradient was complete it is free already, and would be gathered on that rank alone.
+        gathered ahead. A bucket with a complete gradient is free already, and would be gathered on that rank alone.
         (Seen: blocks called in another order than their list, and a linear of one unused on rank 0. The ranks hung.)"""
         self.reductions.close_passed(position, within=within)
         for bucket in unit.ahead_in_backward:
@@ -172,9 +172,9 @@ class Schedule:
             computes_again = torch.autograd._get_sequence_nr() != self._first_new_node  # as a checkpoint does
             if going is not None and not (computes_again and self.reductions.may_come_again(bucket)):
                 # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen
-                # where a parameter was read from outside its unit. Of a unit called twice, a reentrant checkpoint of a
-                # part may have left gradients that are to come again, with the weights read (seen: a segmentation
-                # fault). There the next unit frees it, as on a rank where one does not come.
+                # where a parameter was read from outside its unit. If a unit was called twice, a reentrant checkpoint
+                # of a part may have left gradients that are to come again, and the weights are read then (seen: a
+                # segmentation fault). The next unit frees them, as on a rank where a gradient does not come.
                 self.gathers.gradient_done(bucket)
             self.reductions.reduce_complete(going)
 

@@ -394,8 +394,8 @@ def join_sweep(folder: Path) -> Sweep:
     return _joined[-1]
 
 
-def find_latest(arguments: list[str]) -> None:
-    """Let hydra.sweep.dir=latest be the newest folder of a sweep in multirun/.
+def settle_folders(arguments: list[str]) -> None:
+    """Let hydra.sweep.dir=latest be the newest folder of a sweep in multirun/, and refuse a folder without a name.
 
     Args:
         arguments: of the command line, changed in place.
